@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import pytest
@@ -31,10 +31,17 @@ class TestEchoEngine(EngineConformance):
         assert not engine.in_flight
 
 
-class LocalConformance(EngineConformance):
+class TestLocalEngine(EngineConformance):
     """The suite with a small engine, and a look at what is left once nothing runs."""
 
     small_capacity = 16 * 16
+    family = "llama"
+    settings: Mapping[str, object] = {}
+
+    @pytest.fixture(scope="class")
+    def engine(self) -> Iterator[LocalEngine]:
+        with engine_of(tiny_model(self.family), **self.settings) as engine:
+            yield engine
 
     def small_engine(self, engine: LocalEngine) -> LocalEngine:
         config = engine.config.model_copy(update={"kv_memory": "16 blocks", "block_size": 16})
@@ -46,34 +53,18 @@ class LocalConformance(EngineConformance):
         assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 
-class TestLocalEngine(LocalConformance):
-    @pytest.fixture(scope="class")
-    def engine(self) -> Iterator[LocalEngine]:
-        with engine_of(tiny_model("llama")) as engine:
-            yield engine
+class TestLocalEngineWithAHostTier(TestLocalEngine):
+    tiers = ThrottledTiers(host_memory="64 blocks", backup_hits=0, throttle=1e-4)
+    settings = {"kv_memory": "70 blocks", "tiers": tiers}
 
 
-class TestLocalEngineWithAHostTier(LocalConformance):
-    @pytest.fixture(scope="class")
-    def engine(self) -> Iterator[LocalEngine]:
-        tiers = ThrottledTiers(host_memory="64 blocks", backup_hits=0, throttle=1e-4)
-        with engine_of(tiny_model("llama"), kv_memory="70 blocks", tiers=tiers) as engine:
-            yield engine
+class TestLocalEngineInSmallChunks(TestLocalEngine):
+    long_tokens, family = 300, "qwen3"
+    settings = {"max_batch_tokens": 7, "max_running": 3, "block_size": 4, "kv_memory": "400 blocks"}
 
 
-class TestLocalEngineInSmallChunks(LocalConformance):
-    long_tokens = 300
-
-    @pytest.fixture(scope="class")
-    def engine(self) -> Iterator[LocalEngine]:
-        small = {"max_batch_tokens": 7, "max_running": 3, "block_size": 4, "kv_memory": "400 blocks"}
-        with engine_of(tiny_model("qwen3"), **small) as engine:
-            yield engine
-
-
-def echo(capacity: int | None = None) -> ProcessEngine:
-    options = {} if capacity is None else {"capacity": capacity}
-    return ProcessEngine(partial(EchoEngine, delay_s=2e-4, **options))
+def echo(capacity: int = 65536) -> ProcessEngine:
+    return ProcessEngine(partial(EchoEngine, delay_s=2e-4, capacity=capacity))
 
 
 class TestEchoEngineInAProcess(EngineConformance):

@@ -37,15 +37,6 @@ def ask(text: str, *filled: str, agent: str = "", reuse: ReuseMode = ReuseMode.E
     return GenerateRequest(segments, SamplingParams(**sampling), reuse, agent=agent)
 
 
-def test_tokenizer() -> None:
-    tokenizer = ByteTokenizer()
-    text = tokenizer.chat("Be kind.", "Hi <|eos|> é")
-    assert text == "<|bos|><|turn|>system\nBe kind.<|turn|>user\nHi <|eos|> é<|turn|>assistant\n"
-    assert tokenizer.encode("a<|eos|>é<|bos|>") == (97, 257, 0xC3, 0xA9, 256)
-    assert tokenizer.decode((256, 97, 257, 0xC3, 0xA9, 258)) == "aé"
-    assert tokenizer.chat(None, "Hi") == "<|bos|><|turn|>user\nHi<|turn|>assistant\n"
-
-
 @given(st.text("a<|é🚢"), st.text("a<|é🚢"))
 def test_bytes_do_not_depend_on_their_neighbours(left: str, right: str) -> None:
     tokenizer = ByteTokenizer()

@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 
 from kedge.engine.common.logprobs import token_logprobs
 from kedge.engine.common.tokenizer import Spelling
-from kedge.engine.local.build import EngineParts
-from kedge.reuse.plan import ALL_COMPUTED
-from kedge.types import FinishReason, GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, TokenLogprob
+from kedge.types import TokenLogprob
 from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
 from tests.engine.local.test_engine import prompt, request
 
@@ -56,32 +54,6 @@ def test_answers_and_prompts_as_transformers_has_them(family: str, sampling: dic
         size = one.prompt_tokens
         agree(answer.prompt_logprobs[1:], one.tokens[1:], expected[: size - 1], 3)
         agree(answer.logprobs, answer.tokens, expected[size - 1 : -1], 4)
-
-
-def test_the_token_that_ends_an_answer_is_told() -> None:
-    model = tiny_model("llama")
-    eos = model.config.eos_token_id
-    with engine_of(model) as engine:
-        one = replace(request(prompt(0, 20), temperature=5.0, seed=1, max_tokens=900, ignore_eos=False), logprobs=1)
-        done = engine.submit(one).result(60)
-    assert done.finish_reason is FinishReason.STOP
-    agree(done.logprobs, (*done.tokens, eos), log_softmax(model, (*one.tokens, *done.tokens))[19:], 1)
-
-
-@pytest.mark.parametrize("reuse", [ReuseMode.EXACT, ReuseMode.TRANSLATE])
-def test_a_scored_prompt_is_computed_and_leaves_its_kv(reuse: ReuseMode) -> None:
-    tokens = prompt(7, 100)
-    segments = (Segment(tokens[:20], "p0"), Segment(tokens[20:], "x", SampleId.parse("x@0")))
-    plain = GenerateRequest(segments, SamplingParams(4, ignore_eos=True), reuse)
-    with engine_of(tiny_model("llama")) as engine:
-        first = engine.submit(replace(plain, request_id="a", prompt_logprobs=0)).result(60)
-        assert (first.receipt.computed, first.receipt.misses) == (100, (ALL_COMPUTED,))
-        again = engine.submit(replace(plain, request_id="b", prompt_logprobs=0)).result(60)
-        assert again.prompt_logprobs == first.prompt_logprobs
-        assert again.receipt.spans == first.receipt.spans
-        assert engine.submit(replace(plain, request_id="c")).result(60).receipt.exact == 96
-        engine.wait_idle()
-        engine.query(EngineParts.check_integrity)
 
 
 @given(st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=20), st.integers(0, 25), st.data())

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from typing import Any
 
-import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
@@ -45,21 +31,22 @@ GEMMA2 = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
-    "llama3-rope": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
-    "yarn": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=YARN)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SHAPE, **GEMMA2)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
-    "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=16)),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "yarn": ("llama", {"rope_parameters": YARN}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "gemma2": ("gemma2", GEMMA2),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-sliding": ("mistral", {"sliding_window": 16}),
 }
 
 
 def tiny_model(family: str) -> PreTrainedModel:
+    model_type, values = FAMILIES[family]
     torch.manual_seed(0)
-    return FAMILIES[family]().eval()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SHAPE, **values})).eval()
 
 
 def tiny_tokenizer() -> HFTokenizer:
@@ -80,9 +67,3 @@ def engine_of(model: PreTrainedModel, **settings: object) -> LocalEngine:
     fixed = {"kv_memory": "256 blocks", "block_size": 16, "device": model.device.type, "planner": {"by_cost": False}}
     config = EngineSettings(**{"guard": {"mode": "off"}, **fixed, **settings})
     return LocalEngine.from_runner(checked_runner(model), tiny_tokenizer(), config)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    with engine_of(tiny_model("llama")) as built:
-        yield built

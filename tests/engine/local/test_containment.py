@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kedge.engine.common import logprobs
-from kedge.engine.common.stream import TextStream, TokenStream
+from kedge.engine.common.stream import TextStream
 from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
@@ -30,11 +30,11 @@ from kedge.types import (
     GenerateRequest,
     ReuseMode,
     SampleId,
-    SamplingParams,
-    Segment,
     new_request_id,
 )
 from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.stepping import prompt_of
+from tests.engine.local.test_translation import tokens as seeded
 
 T = TypeVar("T")
 PATIENCE = 20.0
@@ -42,30 +42,17 @@ MARK = 200
 """A token that is in a victim's prompt, and in no other."""
 VICTIM = "victim"
 FAULTS = [RuntimeError("a fault"), torch.OutOfMemoryError("out of memory"), KeyError("a fault"), MemoryError()]
+each_fault = pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
 
 
-def call(size: int = 40, count: int = 8, agent: str = "neighbour", reuse: ReuseMode = ReuseMode.OFF) -> GenerateRequest:
+def call(count: int = 8, agent: str = "neighbour", reuse: ReuseMode = ReuseMode.OFF) -> GenerateRequest:
     """An agent's call, whose answer others are going to read. Only the victim's value holds the mark."""
-    value = (*range(100, 100 + size), *([MARK] if agent == VICTIM else [5]))
-    segments = (
-        Segment(tuple(range(20)), "p0"),
-        Segment(value, "user_question", SampleId.parse(agent), base_context=(1, 2, 3), placeholder_text=(4, 5, 6)),
-        Segment(tuple(range(9)), "p1"),
-    )
-    return GenerateRequest(
-        segments,
-        SamplingParams(count, ignore_eos=True),
-        reuse,
-        workflow="flow",
-        run="run",
-        agent=agent,
-        produces=SampleId.parse(f"agent_{agent}@0"),
-    )
+    value = (*range(100, 140), MARK if agent == VICTIM else 5)
+    return prompt_of(agent, value, reuse=reuse, produces=f"agent_{agent}@0", max_tokens=count)
 
 
-def victim(reuse: ReuseMode = ReuseMode.EXACT, **sampling: Any) -> GenerateRequest:
-    request = call(agent=VICTIM, reuse=reuse)
-    return replace(request, sampling=replace(request.sampling, **sampling))
+def victim(reuse: ReuseMode = ReuseMode.EXACT) -> GenerateRequest:
+    return call(agent=VICTIM, reuse=reuse)
 
 
 @pytest.fixture
@@ -93,23 +80,20 @@ def within(action: Callable[[], T]) -> T:
     return ended[0]
 
 
-def outcome(stream: TokenStream) -> Completion | KedgeError:
-    """How a request ended: typed, and not with its engine."""
-    try:
-        return stream.result(PATIENCE)
-    except KedgeError as error:
-        assert not isinstance(error, EngineClosed), "the whole engine ended"
-        return error
-
-
-def beside_neighbours(engine: LocalEngine, submit: Callable[[], TokenStream]) -> Completion | KedgeError:
+def beside_neighbours(
+    engine: LocalEngine, request: GenerateRequest, draw: Callable[[Tensor], Any] | None = None
+) -> Completion | KedgeError:
     """How a request ends that is submitted between others, of which none may notice anything."""
     alone = engine.submit(call()).result(PATIENCE).tokens
     before = engine.submit(call(count=30))
     next(iter(before))
-    stream = submit()
+    stream = engine.submit(request, draw)
     after = engine.submit(call())
-    ended = outcome(stream)
+    try:
+        ended: Completion | KedgeError = stream.result(PATIENCE)
+    except KedgeError as error:
+        assert not isinstance(error, EngineClosed), "the whole engine ended"
+        ended = error
     assert before.result(PATIENCE).tokens[:8] == after.result(PATIENCE).tokens == alone
     at_rest(engine)
     assert engine.submit(call()).result(PATIENCE).tokens == alone
@@ -119,7 +103,7 @@ def beside_neighbours(engine: LocalEngine, submit: Callable[[], TokenStream]) ->
 def at_rest(engine: LocalEngine) -> None:
     """Nothing is left of requests that have ended."""
     engine.wait_idle(PATIENCE)
-    within(lambda: engine.query(EngineParts.check_integrity))
+    engine.query(EngineParts.check_integrity)
     assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 
@@ -135,31 +119,26 @@ def fails_for(marked: Callable[..., bool], error: BaseException, real: Callable[
 # the caller's own callbacks -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", [*FAULTS, SystemExit(3)], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("drawn", [0, 3])
-def test_a_draw_that_raises_ends_its_request(engine: LocalEngine, drawn: int, error: Exception) -> None:
+def test_a_draw_that_raises_ends_its_request(engine: LocalEngine, drawn: int, error: BaseException) -> None:
     left = iter(range(10, 10 + drawn))
 
-    def draw(logits: Tensor) -> int:  # noqa: ARG001
+    def draw(_: Tensor) -> int:
         token = next(left, None)
         if token is None:
             raise error
         return token
 
-    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=draw))
-    assert isinstance(ended, KedgeError)
-
-
-def test_a_draw_that_exits_ends_its_request(engine: LocalEngine) -> None:
-    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: sys.exit(3)))
-    assert isinstance(ended, GenerationFailed) and "SystemExit(3)" in str(ended)
+    ended = beside_neighbours(engine, victim(), draw)
+    assert isinstance(ended, GenerationFailed) and repr(error) in str(ended)
 
 
 @pytest.mark.parametrize("call", [LocalEngine.inspect, LocalEngine.clear, lambda engine: engine.cancel("x")])
 def test_a_draw_that_waits_for_its_own_thread_gets_an_error(
     engine: LocalEngine, call: Callable[[LocalEngine], object]
 ) -> None:
-    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: call(engine)))
+    ended = beside_neighbours(engine, victim(), lambda _: call(engine))
     assert isinstance(ended, GenerationFailed) and isinstance(ended.__cause__, WrongThread)
 
 
@@ -207,10 +186,6 @@ def test_a_question_that_raises_raises_for_whoever_asked(engine: LocalEngine) ->
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             within(lambda: engine.query(fails))
-    engine.submit(victim(ReuseMode.TRANSLATE)).result(PATIENCE)
-    engine.wait_idle(PATIENCE)
-    with pytest.raises(ZeroDivisionError):
-        within(lambda: engine.query(lambda parts: fails(parts)))
     assert stream.result(PATIENCE).finish_reason is FinishReason.LENGTH
     at_rest(engine)
 
@@ -218,33 +193,29 @@ def test_a_question_that_raises_raises_for_whoever_asked(engine: LocalEngine) ->
 # turning tokens into text ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
-def test_a_detokenizer_that_raises_ends_its_request(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+@pytest.mark.parametrize("error", [UnicodeDecodeError("utf-8", b"x", 0, 1, "a fault"), FAULTS[1]], ids=repr)
+@pytest.mark.parametrize(
+    ("where", "name", "marked", "asked"),
+    [
+        (TextStream, "push", lambda text, _: "vvv" in text.text, {}),
+        (TextStream, "flush", lambda text: "vvv" in text.text, {}),
+        (logprobs, "token_logprobs", lambda *args: args[2] == 7, {"logprobs": 7}),
+        (logprobs, "token_logprobs", lambda *args: args[2] == 7, {"prompt_logprobs": 7}),
+    ],
+    ids=["text", "its end", "log-probabilities", "those of the prompt"],
+)
+def test_what_cannot_be_told_of_an_answer_ends_its_request(
+    engine: LocalEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    where: Any,
+    name: str,
+    marked: Any,
+    asked: Any,
 ) -> None:
-    spoken = engine.submit(call(count=30)).result(PATIENCE).tokens
-    marked = next(token for token in range(256) if token not in spoken)
-    monkeypatch.setattr(TextStream, "push", fails_for(lambda _, token: token == marked, error, TextStream.push))
-    drawn = iter([10, 11, marked, 12])
-    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: next(drawn)))
+    monkeypatch.setattr(where, name, fails_for(marked, error, getattr(where, name)))
+    ended = beside_neighbours(engine, replace(victim(), **asked), lambda _: ord("v") - 33)
     assert isinstance(ended, KedgeError)
-
-
-def test_a_text_that_cannot_be_ended_ends_its_request(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    error = UnicodeDecodeError("utf-8", b"x", 0, 1, "a fault")
-    monkeypatch.setattr(TextStream, "flush", fails_for(lambda text: "vvv" in text.text, error, TextStream.flush))
-    ended = beside_neighbours(engine, lambda: engine.submit(victim(), draw=lambda _: ord("v") - 33))
-    assert isinstance(ended, KedgeError)
-
-
-@pytest.mark.parametrize("of_prompt", [False, True])
-def test_log_probabilities_that_raise_end_their_request(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, of_prompt: bool
-) -> None:
-    real, error = logprobs.token_logprobs, torch.OutOfMemoryError("out of memory")
-    monkeypatch.setattr(logprobs, "token_logprobs", fails_for(lambda *args: args[2] == 7, error, real))
-    asked = replace(victim(), **({"prompt_logprobs": 7} if of_prompt else {"logprobs": 7}))
-    assert isinstance(beside_neighbours(engine, lambda: engine.submit(asked)), KedgeError)
 
 
 # reuse and learning ---------------------------------------------------------------------------------------------------
@@ -262,10 +233,10 @@ def test_a_write_that_raises_ends_its_request(engine: LocalEngine) -> None:
     asked = replace(asked, segments=(before, value, behind))
     assert engine.submit(asked).result(PATIENCE).receipt.translated
     engine.query(brings_none)
-    assert isinstance(beside_neighbours(engine, lambda: engine.submit(asked)), KedgeError)
+    assert isinstance(beside_neighbours(engine, asked), KedgeError)
 
 
-@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@each_fault
 @pytest.mark.parametrize("seam", ["plan", "needs", "observe", "keep_response", "wants_harvest"])
 def test_trouble_with_reuse_is_the_requests_own(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, seam: str, error: Exception
@@ -278,29 +249,12 @@ def test_trouble_with_reuse_is_the_requests_own(
     with monkeypatch.context() as patch:
         patch.setattr(Runtime, seam, fails_for(of_victim, error, getattr(Runtime, seam)))
         for _ in range(2):
-            beside_neighbours(engine, lambda: engine.submit(victim(ReuseMode.TRANSLATE)))
-    done = beside_neighbours(engine, lambda: engine.submit(victim(ReuseMode.TRANSLATE)))
+            beside_neighbours(engine, victim(ReuseMode.TRANSLATE))
+    done = beside_neighbours(engine, victim(ReuseMode.TRANSLATE))
     assert isinstance(done, Completion) and done.finish_reason is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
-def test_learning_that_raises_half_way_costs_nobody_anything(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    observe = Runtime.observe
-
-    def half(runtime: Runtime, request: GenerateRequest, *rest: Any) -> Iterator[Any]:
-        yield from list(observe(runtime, request, *rest))[:1]
-        if request.agent == VICTIM:
-            raise error
-
-    monkeypatch.setattr(Runtime, "observe", half)
-    for _ in range(3):
-        done = beside_neighbours(engine, lambda: engine.submit(victim(ReuseMode.TRANSLATE)))
-        assert isinstance(done, Completion), "its answer was complete before it was learned from"
-
-
-@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+@each_fault
 def test_a_base_prefill_that_raises_costs_nobody_anything(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -308,7 +262,8 @@ def test_a_base_prefill_that_raises_costs_nobody_anything(
 
     def is_base(_: ModelRunner, batch: Batch) -> bool:
         tokens: list[int] = batch.tokens.tolist()
-        return MARK in tokens and any(tokens[at : at + 4] == [1, 2, 3, 100] for at in range(len(tokens)))
+        lead = [*seeded(1, 3), 100]
+        return MARK in tokens and any(tokens[at : at + 4] == lead for at in range(len(tokens)))
 
     forward = ModelRunner.forward
     seen: list[Batch] = []
@@ -320,7 +275,7 @@ def test_a_base_prefill_that_raises_costs_nobody_anything(
         return forward(runner, batch)
 
     monkeypatch.setattr(ModelRunner, "forward", failing)
-    done = beside_neighbours(engine, lambda: engine.submit(victim(ReuseMode.TRANSLATE)))
+    done = beside_neighbours(engine, victim(ReuseMode.TRANSLATE))
     assert isinstance(done, Completion) and done.finish_reason is FinishReason.LENGTH
     assert seen, "no base prefill was tried"
 

@@ -1,4 +1,4 @@
-"""The embedded engine against Transformers itself, and what it tells of itself."""
+"""The embedded engine against Transformers itself."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ForwardFailed
-from kedge.settings import AnchorSettings, TierSettings
-from kedge.types import GenerateRequest, Namespace, ReuseMode, SampleId, SamplingParams, Segment
+from kedge.settings import TierSettings
+from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
-from tests.engine.local.stepping import OPEN
 from tests.real import NEW, RealModel
 
 
@@ -48,14 +47,11 @@ NARROW = {"kv_memory": "32 blocks", "tiers": TierSettings(host_memory="200 block
 ON_GPU = DEVICE.type == "cuda"
 
 
-WITH_TIERS = FAMILIES if ON_GPU else ["llama"]
-
-
 @pytest.mark.parametrize(
     ("family", "room"),
     [
         *(pytest.param(one, {}, id=one) for one in FAMILIES),
-        *(pytest.param(one, NARROW, id=f"{one}-tiers") for one in WITH_TIERS),
+        *(pytest.param(one, NARROW, id=f"{one}-tiers") for one in (FAMILIES if ON_GPU else ["llama"])),
     ],
 )
 def test_every_family_continues_as_transformers_does(family: str, room: dict[str, object]) -> None:
@@ -138,58 +134,3 @@ def test_blocks_that_were_on_the_host_come_back(smollm2: RealModel, count: int) 
         assert all(one > common(smollm2) for one in exact)
         assert stats["host_hit_tokens"] > 0 and stats["evictions"] > 0
         assert stats["failed_copies"] == 0
-
-
-ACME, OTHER = Namespace("acme"), Namespace("other")
-FULL = 16
-
-
-def team_request(space: Namespace, seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
-    return GenerateRequest(
-        (
-            Segment(prompt(1, 40), "p0"),
-            Segment(prompt(seed, 24), "user_question", SampleId.parse(f"input@{seed}")),
-            Segment(prompt(2, 10), "p1"),
-        ),
-        SamplingParams(2, ignore_eos=True),
-        reuse,
-        tenant=space.tenant,
-        run=f"run-{seed}",
-        agent="solver",
-    )
-
-
-def serve(engine: LocalEngine, *requests: GenerateRequest) -> None:
-    for one in requests:
-        engine.submit(one).result(60)
-        engine.wait_idle(60)
-
-
-def test_prompts_are_told_by_tenant_and_by_full_blocks() -> None:
-    with engine_of(tiny_model("llama"), block_size=FULL) as engine:
-        asked = team_request(ACME, 3, ReuseMode.EXACT)
-        serve(engine, asked)
-        held = engine.inspect_tenants(
-            lambda space: space == ACME,
-            [(ACME, asked.tokens), (ACME, asked.tokens[:40]), (OTHER, asked.tokens), (ACME, prompt(9, 40))],
-        )
-    assert [one["device"] for one in held["prompts"]] == [64, 32, 0, 0]
-    assert {one["host"] for one in held["prompts"]} == {0}
-    assert held["pools"] == []
-
-
-def test_pools_are_told_to_whom_they_belong() -> None:
-    with engine_of(tiny_model("llama"), anchors=AnchorSettings(**OPEN)) as engine:
-        serve(engine, *(team_request(ACME, seed) for seed in (3, 4, 5)), team_request(OTHER, 6))
-        mine, theirs, nobodys = (
-            engine.inspect_tenants(lambda space, name=name: space == name, [])["pools"]
-            for name in (ACME, OTHER, Namespace("acm"))
-        )
-        everything = engine.inspect()["anchors"]
-    (pool,), (foreign,) = mine, theirs
-    assert (pool["workflow"], pool["placeholder"], pool["sites"]) == ("", "user_question", 1)
-    assert pool["anchors"] + foreign["anchors"] == everything["anchors"]
-    assert pool["nbytes"] + foreign["nbytes"] == everything["nbytes"]
-    assert (pool["uses"] > 0) == (everything["used"] > 0)
-    assert nobodys == []
-    assert "tenant" not in pool

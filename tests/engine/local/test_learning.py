@@ -6,14 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from kedge.anchors.anchor import PoolKey
 from kedge.engine.local import learning as local_learning
+from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.sequence import RequestSequence
+from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings, PlannerConstants
-from kedge.types import GenerateRequest, ReuseMode, RunId, RunKey, SampleId, TenantId, WorkflowId
-from tests.engine.local.stage import ANSWER, QUESTION, SPACE, prompt_of
-from tests.engine.local.stepping import KnownCosts, Stepped
+from kedge.types import GenerateRequest, ReuseMode, SampleId
+from tests.engine.local.conftest import tiny_model
+from tests.engine.local.stepping import ANSWER, QUESTION, SPACE, KnownCosts, Stepped, prompt_of
 from tests.engine.local.test_translation import OPEN, tokens
 
 PLACEHOLDERS = ("user_question", "agent_writer_current")
@@ -37,8 +40,7 @@ def learning(engine: Stepped) -> dict[str, Any]:
 
 def observed(engine: Stepped) -> int:
     """Values that were learned from."""
-    values: int = engine.stats("anchors")["observed"]
-    return values
+    return engine.stats("anchors")["observed"]
 
 
 def all_is_given_back(engine: Stepped) -> None:
@@ -59,6 +61,23 @@ def test_only_so_many_base_prefills_are_queued(monkeypatch: pytest.MonkeyPatch) 
         assert learning(engine)["base_prefills"] <= 4
     assert learning(engine)["base_prefills_dropped"] > 0
     all_is_given_back(engine)
+
+
+def test_nothing_grows_with_the_number_of_questions() -> None:
+    """New and random ones, so that hardly any is shareable and all are learned from."""
+    anchors = AnchorSettings(capacity=3, max_base_bytes=1 << 20)
+    planner = PlannerConstants(by_cost=False, move="never")  # so that all pools fill
+    engine, looks = engine_of(kv_memory="256 blocks", anchors=anchors, planner=planner), []
+    for number in range(60):
+        writer = engine.serve(written(1000 + 2 * number, f"run-{number}"))
+        question = writer.request.segments[1].tokens
+        engine.serve(prompt_of("reader", question, tuple(writer.response), run=f"run-{number}"))
+        engine.core.end_run(writer.request.run_key)
+        looks.append(engine.stats("anchors")["nbytes"])
+    # An anchor that only some of its readers were learned from holds less, so that bytes may shrink.
+    assert all(0 < nbytes <= 1.02 * looks[9] for nbytes in looks[10:])
+    assert engine.stats("base_kv")["nbytes"] <= 1 << 20
+    assert (engine.stats("anchors")["anchors"], engine.leased) == (2 * 3, 0)
 
 
 # admission goes first -------------------------------------------------------------------------------------------------
@@ -98,7 +117,7 @@ def test_on_a_small_pool_all_requests_end_and_every_block_comes_back(num_blocks:
     for seed in range(30):
         mode = (ReuseMode.TRANSLATE, ReuseMode.TRANSLATE, ReuseMode.EXACT)[seed % 3]
         request = reader(seed // 2, f"agent-{seed % 3}", reuse=mode, run=f"run-{seed // 4}")
-        sequences.append(engine.submit(replace(request, tenant=TenantId(f"tenant-{seed % 2}"))))
+        sequences.append(engine.submit(replace(request, tenant=f"tenant-{seed % 2}")))
         engine.step()
     engine.rest()
     assert [len(one.response) for one in sequences] == [6] * 30
@@ -108,35 +127,56 @@ def test_on_a_small_pool_all_requests_end_and_every_block_comes_back(num_blocks:
 # runs -----------------------------------------------------------------------------------------------------------------
 
 
-def wrote(engine: Stepped, seed: int, run: str) -> RequestSequence:
-    """A finished call that leaves its answer's KV to its run, and is still to be learned from."""
-    sequence = engine.submit(prompt_of("writer", tokens(seed, QUESTION), run=run, produces="agent_writer@0"))
-    engine.rest()
-    return sequence
+def written(question: int = 1, run: str = "run", **more: Any) -> GenerateRequest:
+    """A call whose answer leaves its KV to its run."""
+    return prompt_of("writer", tokens(question, QUESTION), run=run, produces="agent_writer@0", **more)
 
 
-def is_known(engine: Stepped, writer: RequestSequence) -> bool:
-    """Whether the KV of an answer is kept for those that read it."""
-    request = writer.request
-    found = engine.core.parts.learned[1].find(
-        request.run_key, SampleId.parse("agent_writer@0"), tuple(writer.response), ()
-    )
-    return found is not None
+def left(engine: Stepped, writer: RequestSequence) -> KVSegment | None:
+    """Base KV that an answer has left for those that read it."""
+    answer = SampleId.parse("agent_writer@0")
+    found = engine.core.parts.learned[1].find(writer.request.run_key, answer, tuple(writer.response), ())
+    return found and found.kv
 
 
 def test_a_run_is_forgotten_once_nothing_of_it_is_left_to_be_learned_from() -> None:
     engine = engine_of()
-    first, second = wrote(engine, 1, "first"), wrote(engine, 2, "second")
-    engine.core.end_run(RunKey(SPACE, "client", RunId("first")))
-    assert is_known(engine, first), "it is still to be learned from"
+    first, second = (engine.submit(written(number, run)) for number, run in enumerate(("first", "second"), 1))
+    engine.rest()
+    engine.core.end_run(first.request.run_key)
+    assert left(engine, first), "it is still to be learned from"
     while learning(engine)["pending"] == 2:
         engine.core.parts.learning.backlog.step()
-    assert (is_known(engine, first), is_known(engine, second)) == (False, True), "whoever else is pending"
+    assert left(engine, second) and not left(engine, first), "whoever else is pending"
     engine.learn()
-    assert is_known(engine, second), "its run goes on"
-    engine.core.end_run(RunKey(SPACE, "client", RunId("second")))
-    assert not is_known(engine, second)
+    assert left(engine, second), "its run goes on"
+    engine.core.end_run(second.request.run_key)
+    assert not left(engine, second)
     assert not engine.core.parts.learning.backlog and not engine.core.parts.learning.backlog._ended
+
+
+@pytest.mark.parametrize("reuse", ReuseMode)
+@pytest.mark.parametrize("ends", ["length", "stop"])
+def test_an_answer_leaves_the_kv_of_its_decoding_where_anything_is_translated(ends: str, reuse: ReuseMode) -> None:
+    """One that ends by itself takes no pass more; of the last token of any other, nothing is computed else."""
+    asked, model = written(reuse=reuse, max_tokens=8, ignore_eos=ends == "length"), tiny_model("llama")
+    answer = Stepped().serve(written(max_tokens=8)).response
+    if ends == "stop":
+        assert answer[4] not in answer[:4]
+        model.generation_config.eos_token_id, answer = answer[4], answer[:4]
+    engine = Stepped(model=checked_runner(model))
+    done = engine.serve(asked)
+    assert (done.finish, done.response) == (ends, answer)
+    is_read = reuse is ReuseMode.TRANSLATE
+    passes = sum(any(item.sequence is done for item in work) for work in engine.passes)
+    assert passes == (5 if ends == "stop" else 8 + is_read)
+    kv = left(engine, done)
+    assert (kv is not None) == is_read
+    if kv:
+        with torch.inference_mode():
+            whole = tiny_model("llama")(torch.tensor([asked.tokens + tuple(answer)])).past_key_values
+        expected = torch.stack([one.values[0, :, asked.prompt_tokens :].transpose(0, 1) for one in whole.layers])
+        torch.testing.assert_close(kv.values, expected, rtol=1e-4, atol=1e-5)
 
 
 # requests that are taken out ------------------------------------------------------------------------------------------
@@ -163,7 +203,7 @@ def test_a_preempted_request_is_not_learned_from() -> None:
     engine = engine_of(kv_memory="24 blocks")
     oldest = engine.submit(reader(1, max_tokens=40, reuse=ReuseMode.EXACT))
     youngest = running(engine, 2)
-    stranger = replace(reader(3, reuse=ReuseMode.EXACT), tenant=TenantId("stranger"))
+    stranger = replace(reader(3, reuse=ReuseMode.EXACT), tenant="stranger")
     engine.submit(stranger)
     engine.step()
     assert list(engine.core.scheduler.preempted) == [youngest]
@@ -228,7 +268,7 @@ class Costly(KnownCosts):
 def read(engine: Stepped, placeholder: str, times: int) -> None:
     """Let a value of a placeholder be read so often."""
     for _ in range(times):
-        engine.core.parts.runtime._readers.read(PoolKey(SPACE, WorkflowId("flow"), placeholder), (1,))
+        engine.core.parts.runtime._readers.read(PoolKey(SPACE, "flow", placeholder), (1,))
 
 
 @pytest.mark.parametrize("readers", [2, 6])
@@ -244,7 +284,7 @@ def test_what_costs_less_to_compute_is_computed_and_nothing_is_done_for_it(reade
         engine.core.parts.cache.clear()
     slots = {key.placeholder for key in engine.core.parts.learned[0].pools}
     assert slots == ({"user_question"} if readers == 6 else set())
-    receipt = engine.serve(replace(reader(2), run=RunId("again"))).receipt()
+    receipt = engine.serve(replace(reader(2), run="again")).receipt()
     assert bool(receipt.translated) == (readers == 6)
     reasons = {miss.segment: miss.reason for miss in receipt.misses}
     assert reasons["agent_writer_current"] == "computing it takes less time than translating it"

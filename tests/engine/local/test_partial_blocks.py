@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -13,12 +12,13 @@ from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.sequence import RequestSequence
 from kedge.kv.storage import SlotTable
 from kedge.settings import PlannerSettings
-from kedge.types import GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, Source, Span, Tokens
+from kedge.types import GenerateRequest, Segment, Source, Span
 from tests.engine.local.model.test_architectures import model_of
 from tests.engine.local.stepping import Stepped, runner
 from tests.engine.local.test_engine import greedy
 from tests.engine.local.test_engine import request as exact_request
-from tests.engine.local.test_translation import tokens
+from tests.engine.local.test_translation import in_context, tokens
+from tests.engine.local.test_translation import request as team_request
 
 HEAD = tokens(30, 30)
 """A fixed prompt: a block of 16 tokens, and 14 of the next one"""
@@ -26,24 +26,14 @@ BLOCK = 16
 KINDS = ("Llama", "Mistral, sliding window", "DeepSeek-V2, MLA")
 
 
-@cache
-def expected(prompt: Tokens, count: int) -> Tokens:
-    return greedy(runner().model, prompt, count)
-
-
-def ask(seed: int, size: int = 20, count: int = 4, tenant: str = "") -> GenerateRequest:
+def ask(seed: int, size: int = 20) -> GenerateRequest:
     """A prompt with the head and a value of its own, which begins as no other one does."""
-    asked = exact_request((*HEAD, seed, *tokens(seed, size - 1)), max_tokens=count)
-    return replace(asked, tenant=tenant) if tenant else asked
+    return exact_request((*HEAD, seed, *tokens(seed, size - 1)), max_tokens=4)
 
 
 def require_right(sequence: RequestSequence) -> None:
     asked = sequence.request
-    assert tuple(sequence.response) == expected(asked.tokens, asked.sampling.max_tokens)
-
-
-def exact(sequence: RequestSequence) -> int:
-    return sequence.receipt().exact
+    assert tuple(sequence.response) == greedy(runner().model, asked.tokens, asked.sampling.max_tokens)
 
 
 def rows(engine: Stepped, blocks: SlotTable, start: int, stop: int) -> list[Tensor]:
@@ -74,28 +64,16 @@ def test_copied_kv_is_that_of_the_block_it_comes_from(name: str) -> None:
 # agents ---------------------------------------------------------------------------------------------------------------
 
 
-def call(agent: str, question: Tokens, size: int) -> GenerateRequest:
-    """An agent's prompt: a head of so many tokens, the question, which is computed in the prompt of the agent with a
-    head of 21, and what to do with it.
-    """
-    segments = (
-        Segment(tokens(size, size), "p0"),
-        Segment(question, "q", SampleId.parse("input_q@0"), tokens(21, 21), tokens(2, 6), in_context=True),
-        Segment(tokens(size + 1, 9), "p1"),
-    )
-    params, run = SamplingParams(4, ignore_eos=True), f"run-{question[0]}"
-    names = {"run": run, "workflow": "test", "agent": agent}
-    return GenerateRequest(segments, params, ReuseMode.TRANSLATE, **names)
-
-
 @pytest.mark.parametrize("move", ["always", "never"])
 def test_an_agents_head_is_exact_from_its_second_call_on_whether_prompts_are_translated_or_not(move: str) -> None:
     """The reader's first prompt may be translated: then no block with the end of its head is exact as a whole."""
     engine = Stepped(planner=PlannerSettings(by_cost=False, move=move))
     heads, translated = [], []
     for seed in range(6):
-        engine.serve(call("first", question := (seed, *tokens(seed, 39)), 21))
-        reader = engine.serve(call("reader", question, 30))
+        question, run = (seed, *tokens(seed, 39)), f"run-{seed}"
+        engine.serve(in_context(team_request(question, run=run)))
+        asked = in_context(team_request(question, agent="critic", run=run))
+        reader = engine.serve(replace(asked, segments=(Segment(HEAD, "p0"), *asked.segments[1:])))
         assert reader.plan is not None
         translated.append(reader.plan.translates)
         heads.append(sum(min(one.stop, 30) - one.start for one in reader.plan.spans if one.source is Source.DEVICE))
@@ -128,5 +106,5 @@ def test_a_request_that_ends_between_the_copy_and_its_pass_leaves_nothing_behind
     engine.core.parts.check_integrity()
     assert (engine.leased, engine.stats("cache")["cached_blocks"]) == (0, cached)
     after = engine.serve(ask(3))
-    assert exact(after) == 30
+    assert after.receipt().exact == 30
     require_right(after)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,30 +181,21 @@ class Told(Recorder):
         return super().submit(replace(request, guard=self._orders))
 
 
-@dataclass
-class Serving:
-    """An engine with a method, and the team that asks it."""
-
-    engine: LocalEngine
-    probe: Probe
-    noting: Noting
-
-    def ask(self, number: int, orders: GuardOrders = GuardOrders()) -> list[ProbeResult]:  # noqa: B008 (it is frozen)
-        """Return the results of question `number` of `reading`, in speaking order."""
-        team, questions = real.load("reading")
-        flow = team.workflow(ANSWER)
-        recorder = Told(self.engine, self.probe, orders)
-        run(recorder, flow, {QUESTION: questions[number].text}, reuse=ReuseMode.TRANSLATE)
-        self.engine.wait_idle()
-        return [one.result() for one in recorder.pending]
-
-
 @contextmanager
-def serving(smollm2: RealModel, method: str) -> Iterator[Serving]:
+def serving(smollm2: RealModel, method: str) -> Iterator[tuple[Callable[..., list[ProbeResult]], Noting]]:
+    """Let a team ask the questions of `reading`, of an engine with a method: the results of one, in speaking order."""
     probe, own = Probe(rows=1), {"dtype": "float32", "device": "cpu", "kv_memory": "128 blocks"}
+    team, questions = real.load("reading")
     with method_named(method).open(smollm2.loaded, **own) as engine:
         probe.watch(engine)
-        yield Serving(engine, probe, Noting(engine))
+
+        def ask(number: int, orders: GuardOrders = GuardOrders()) -> list[ProbeResult]:  # noqa: B008 (it is frozen)
+            recorder = Told(engine, probe, orders)
+            run(recorder, team.workflow(ANSWER), {QUESTION: questions[number].text}, reuse=ReuseMode.TRANSLATE)
+            engine.wait_idle()
+            return [one.result() for one in recorder.pending]
+
+        yield ask, Noting(engine)
 
 
 @pytest.mark.parametrize(
@@ -212,12 +203,12 @@ def serving(smollm2: RealModel, method: str) -> Iterator[Serving]:
 )
 @torch.inference_mode()
 def test_translated_kv_is_that_of_a_plain_twin(smollm2: RealModel, method: str, taught: int) -> None:
-    with serving(smollm2, method) as team:
+    with serving(smollm2, method) as (ask, noting):
         for number in range(taught):
-            team.ask(number, DENSELY)
-        results = team.ask(taught)
+            ask(number, DENSELY)
+        results = ask(taught)
         requests = [one.request for one in results]
-        written = [team.noting.written.get(one.request_id, []) for one in requests]
+        written = [noting.written.get(one.request_id, []) for one in requests]
     twin = TeamTwin(Llama(smollm2.oracle))
     compared = with_offsets = 0
     for request, result, plan in zip(requests, results, written, strict=True):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,7 @@ from kedge.policies.eviction import policy_of
 from kedge.policies.sessions import TurnEnd
 from kedge.settings import TierSettings
 from kedge.structures.prefixes import chain_of
-from kedge.types import AgentKey, FinishReason, Namespace, Source, Tokens
+from kedge.types import AgentKey, FinishReason, Namespace, Tokens
 from tests.engine.local.test_engine import prompt, request
 from tests.engine.local.test_tiers import AMPLE, engine_with, expected
 
@@ -99,43 +97,6 @@ def test_a_cache_follows_the_guard() -> None:
     assert replay.serve(prompt(1, 50)) + replay.serve(prompt(2, 50)) > 0
 
 
-def test_a_whole_history_comes_back_from_the_host() -> None:
-    with engine_with(num_blocks=24, host_blocks=AMPLE) as engine:
-        tokens = (*SYSTEM, *prompt(1, 48))
-        done = engine.submit(request(tokens, max_tokens=4)).result(60)
-        engine.wait_idle(60)
-        for other in range(6):
-            engine.submit(request(prompt(2000 + other, 100), max_tokens=1)).result(60)
-            engine.wait_idle(60)
-        after = grown(tokens, done.tokens, 5, 7)
-        again = engine.submit(request(after, max_tokens=4)).result(60)
-        assert again.tokens == expected(after, 4)
-        assert again.receipt.tokens(Source.HOST) + again.receipt.tokens(Source.DEVICE) >= len(tokens) // 8 * 8
-
-
-def test_many_sessions_at_once_with_aborts_keep_the_books() -> None:
-    rng = random.Random(0)
-
-    def session(number: int) -> list[tuple[Tokens, Tokens]]:
-        answers: list[tuple[Tokens, Tokens]] = []
-        tokens = (*SYSTEM, *prompt(number, 8 + number % 20))
-        for turn in range(4):
-            asked = request(tokens, max_tokens=3)
-            stream = engine.submit(asked)
-            if rng.random() < 0.2:
-                engine.cancel(asked.request_id)
-                stream.result(60)
-                continue
-            done = stream.result(60)
-            answers.append((tokens, done.tokens))
-            tokens = grown(tokens, done.tokens, 3, 1000 * number + turn)
-        return answers
-
-    with engine_with(num_blocks=40, host_blocks=60) as engine, ThreadPoolExecutor(32) as clients:
-        answers = [answer for each in clients.map(session, range(32)) for answer in each]
-    assert all(answer == expected(tokens, 3) for tokens, answer in answers) and len(answers) > 64
-
-
 @pytest.mark.parametrize(
     ("mark", "text", "finish", "stop"),
     [
@@ -159,21 +120,3 @@ def test_a_chain_is_that_of_its_blocks_wherever_it_was_known_before() -> None:
         assert chain_of(tokens, 8, whole[:known]) == whole
     assert chain_of(tokens[:20], 8, whole) == whole[:2]
     assert chain_of((*tokens[:8], 0, *tokens[9:]), 8)[1:] != whole[1:]
-
-
-def test_a_fixed_prompt_is_known_by_the_hashes_of_the_turn_that_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-
-    def watched(tokens: Tokens, block_size: int, known: Sequence[Hashable] = ()) -> list[Hashable]:
-        hashed.append(len(tokens) // block_size - len(known))
-        return chain_of(tokens, block_size, known)
-
-    replay = Replay("sessions", 200)
-    tokens = prompt(1, 60)
-    turn = replay.sessions.arrived(request(tokens, max_tokens=4))
-    monkeypatch.setattr(sessions, "chain_of", watched)
-    agent = AgentKey(Namespace("default"), "", "r", "a")
-    replay.sessions.label(agent, tokens[:40], turn)
-    assert hashed == [40 - 60]
-    replay.sessions.label(agent, tokens[:40])
-    assert hashed[1:] == [40], "without a turn"

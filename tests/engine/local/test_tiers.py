@@ -12,17 +12,17 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from kedge.cache import Copied, Direction
 from kedge.engine.local import build, requests
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
-from kedge.errors import ConfigError, PromptTooLong
+from kedge.engine.local.model.loading import checked_runner
+from kedge.errors import ConfigError
 from kedge.kv.copy import PoolCopier
 from kedge.policies.prefetch import PREFETCH_WINDOW
-from kedge.settings import ThrottledTiers, TierSettings
+from kedge.settings import EngineSettings, ThrottledTiers, TierSettings
 from kedge.types import (
     Completion,
     FinishReason,
@@ -38,7 +38,7 @@ from kedge.types import (
 from kedge.workflow.forecast import AgentKey, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.steps import NextRun
-from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
 from tests.engine.local.test_engine import greedy, prompt
 
 AGENTS, ROUNDS, FIXED, VARYING, OUT = 5, 3, 48, 8, 6
@@ -99,16 +99,14 @@ def engine_with(**tiers: object) -> Iterator[LocalEngine]:
 def settle(engine: LocalEngine) -> None:
     engine.wait_idle(60)
     engine.query(EngineParts.check_integrity)
-    assert figures(engine)["cache"]["leased_blocks"] == 0
+    assert engine.inspect()["cache"]["leased_blocks"] == 0
     assert not engine._core.parts.cache._demands._waiting, "nobody waits any more, but the cache believes it"
 
 
-def figures(engine: LocalEngine) -> Any:
-    return engine.inspect()
-
-
-def serve_cycle(engine: LocalEngine, rounds: int = ROUNDS) -> list[Completion]:
-    """The agents one after the other, round after round, with the forecast that `run` would give; checks all tokens."""
+def serve_cycle(engine: LocalEngine, rounds: int = ROUNDS, *, settled: bool = False) -> list[Completion]:
+    """The agents one after the other, round after round, with the forecast that `run` would give; checks all tokens.
+    Each call waits for the copies before it, if `settled`.
+    """
     progress, done = RunProgress(GRAPH, RUN, ForecastBoard()), []
     engine.forecast(progress.begin(0.0))
     for asked in range(rounds * AGENTS):
@@ -118,6 +116,8 @@ def serve_cycle(engine: LocalEngine, rounds: int = ROUNDS) -> list[Completion]:
         engine.forecast(progress.started(request.agent, float(asked)))
         done.append(stream.result(60))
         engine.forecast(progress.finished(request.agent, asked + 0.5))
+        if settled:
+            engine.wait_idle(60)
         assert done[-1].tokens == expected(request.tokens)
         assert done[-1].receipt.prompt_tokens == request.prompt_tokens
     return done
@@ -145,24 +145,16 @@ def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
 def test_output_is_that_of_transformers(policy: str, host_blocks: int, prefetch_window: float) -> None:
     with engine_with(policy=policy, host_blocks=host_blocks, prefetch_window=prefetch_window) as engine:
         serve_cycle(engine)
-        stats = figures(engine)["cache"]
+        stats = engine.inspect()["cache"]
     assert (stats["blocks_offloaded"] > 0) == (host_blocks == AMPLE)
     assert (stats["blocks_loaded"] > 0) == (host_blocks == AMPLE)
 
 
 def test_a_cycle_is_prefetched_ahead_of_its_agents() -> None:
     with engine_with(host_blocks=AMPLE) as engine:
-        progress = RunProgress(GRAPH, RUN, ForecastBoard())
-        engine.forecast(progress.begin(0.0))
-        for asked in range(3 * AGENTS):
-            request = ask(asked % AGENTS, asked)
-            stream = engine.submit(request)
-            engine.forecast(progress.started(request.agent, float(asked)))
-            done = stream.result(60)
-            engine.forecast(progress.finished(request.agent, asked + 0.5))
-            engine.wait_idle(60)  # so that no prefetch is late
-            assert done.receipt.exact == (FIXED if asked >= AGENTS else 0)
-        stats = figures(engine)
+        served = serve_cycle(engine, settled=True)  # so that no prefetch is late
+        stats = engine.inspect()
+    assert [done.receipt.exact for done in served] == [0] * AGENTS + [FIXED] * (len(served) - AGENTS)
     assert stats["cache"]["prefetched_hit_tokens"] > 4 * FIXED
     assert stats["cache"]["transfers"]["prefetch"]["completed"] > 4
     assert (stats["cache"]["host_hit_tokens"], stats["loading"]["waited"]) == (0, 0)
@@ -171,7 +163,7 @@ def test_a_cycle_is_prefetched_ahead_of_its_agents() -> None:
 def test_what_was_waited_for_is_host_in_the_receipt_and_load_in_its_parts() -> None:
     with engine_with(policy="lru", host_blocks=AMPLE, throttle=2e-3, prefetch_window=-1) as engine:
         served = serve_cycle(engine, rounds=2)
-        done, stats = served[-1], figures(engine)
+        done, stats = served[-1], engine.inspect()
     host = [span for span in done.receipt.spans if span.source is Source.HOST]
     assert [(span.start, span.stop) for span in host] == [(0, FIXED)]
     assert done.receipt.exact == done.receipt.tokens(Source.HOST) == FIXED
@@ -189,8 +181,11 @@ def test_what_was_waited_for_is_host_in_the_receipt_and_load_in_its_parts() -> N
 class Failing(PoolCopier):
     """Half of its copies fail, and leave dirt where they should have written."""
 
+    def fails(self, copy: Any) -> bool:
+        return not copy.copy_id % 2
+
     def _copy(self, order: Any, piece: slice) -> tuple[int, ...]:
-        if order.copy.copy_id % 2:
+        if not self.fails(order.copy):
             return super()._copy(order, piece)
         for pool in (pools[order.copy.direction is Direction.LOAD] for pools in self._pools):
             for block in order.copy.targets:
@@ -198,13 +193,9 @@ class Failing(PoolCopier):
         raise OSError("the host has gone")
 
 
-class AlwaysFailing(PoolCopier):
-    """No load ever works."""
-
-    def _copy(self, order: Any, piece: slice) -> tuple[int, ...]:
-        if order.copy.direction is Direction.LOAD:
-            raise OSError("no load works")
-        return super()._copy(order, piece)
+class NeverLoading(Failing):
+    def fails(self, copy: Any) -> bool:
+        return copy.direction is Direction.LOAD
 
 
 class Reordering(PoolCopier):
@@ -221,7 +212,7 @@ class Reordering(PoolCopier):
         return ended[late:]
 
 
-@pytest.mark.parametrize("copier", [Failing, AlwaysFailing, Reordering])
+@pytest.mark.parametrize("copier", [Failing, NeverLoading, Reordering])
 @pytest.mark.parametrize("tiers", [{}, {"policy": "lru", "prefetch_window": -1}], ids=["full", "reactive"])
 @pytest.mark.parametrize("throttle", [0.0, 1e-3])
 def test_faulty_copiers_change_no_token(
@@ -230,7 +221,7 @@ def test_faulty_copiers_change_no_token(
     monkeypatch.setattr(build, "PoolCopier", copier)
     with engine_with(host_blocks=AMPLE, throttle=throttle, **tiers) as engine:
         serve_cycle(engine)
-        failed = figures(engine)["cache"]["failed_copies"]
+        failed = engine.inspect()["cache"]["failed_copies"]
     assert (failed > 0) == (copier is not Reordering)
 
 
@@ -246,18 +237,7 @@ def test_a_prompt_that_fills_the_device_comes_and_goes() -> None:
             request = GenerateRequest((Segment(long[n], "p0"),), SamplingParams(OUT, ignore_eos=True))
             assert engine.submit(request).result(60).tokens == expected(long[n])
             settle(engine)
-        assert figures(engine)["cache"]["host_hit_tokens"] > 0
-
-
-def test_a_fixed_prompt_larger_than_the_device_is_refused_and_as_a_hint_ignored() -> None:
-    blocks = 16
-    huge = prompt(5, 2 * blocks * BLOCK)
-    with engine_with(host_blocks=AMPLE, num_blocks=blocks) as engine:
-        key = AgentKey(*RUN, "a0")
-        engine.forecast({key: NextRun(0.0)}, {key: huge})
-        with pytest.raises(PromptTooLong):
-            engine.submit(GenerateRequest((Segment(huge, "p0"),), agent="a0"))
-        assert engine.submit(ask(0, 1)).result(60).tokens == expected(ask(0, 1).tokens)
+        assert engine.inspect()["cache"]["host_hit_tokens"] > 0
 
 
 @pytest.mark.parametrize(
@@ -270,7 +250,7 @@ def test_what_the_request_says_is_fixed_is_what_is_backed_up(agent: str, marker:
         engine.forecast({AgentKey(*RUN, agent): NextRun(1.0)})
         engine.submit(replace(ask(0, 1), agent=agent, fixed=marker)).result(60)
         engine.wait_idle(60)
-        assert figures(engine)["cache"]["host_cached_blocks"] * BLOCK == backed_up
+        assert engine.inspect()["cache"]["host_cached_blocks"] * BLOCK == backed_up
 
 
 def test_prompts_that_are_cached_already_are_fetched_when_a_run_begins() -> None:
@@ -285,7 +265,7 @@ def test_prompts_that_are_cached_already_are_fetched_when_a_run_begins() -> None
 
 def test_the_size_of_the_host_tier() -> None:
     with engine_with(host_memory="1MiB") as engine:
-        stats = figures(engine)["cache"]
+        stats = engine.inspect()["cache"]
         assert stats["host_free_blocks"] == (1 << 20) // (engine.runner.spec.bytes_per_token * BLOCK)
     with pytest.raises(ConfigError, match=r"engine\.tiers\.host_memory=5"):
         engine_of(model(), tiers=TierSettings(host_memory=5))
@@ -298,10 +278,8 @@ def test_a_policy_of_ones_own() -> None:
         seen.append(node)
         return (-node.last_access,)
 
-    with torch.inference_mode():
-        engine = engine_of(model(), kv_memory=f"{ROOM} blocks", block_size=BLOCK)
-    engine.close()
-    with LocalEngine.from_runner(engine.runner, engine.tokenizer, engine.config, newest_first) as engine:
+    config = EngineSettings(kv_memory=f"{ROOM} blocks", block_size=BLOCK, device="cpu")
+    with LocalEngine.from_runner(checked_runner(model()), tiny_tokenizer(), config, newest_first) as engine:
         for n in (0, 1, 2, 3, 0):
             done = engine.submit(ask(n, n)).result(60)
         assert seen and done.receipt.exact == FIXED + VARYING - 1
@@ -329,7 +307,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 def wait_for_load(engine: LocalEngine) -> None:
     """Return once a request waits for its KV."""
-    while not figures(engine)["loading"]["waited"]:
+    while not engine.inspect()["loading"]["waited"]:
         time.sleep(1e-3)
 
 
@@ -398,7 +376,7 @@ def test_closing_while_copies_are_under_way() -> None:
     with engine_of(model(), kv_memory=f"{ROOM} blocks", block_size=BLOCK, tiers=tiers) as engine:
         engine.forecast({AgentKey(*RUN, "a0"): NextRun(9.0)})
         engine.submit(ask(0, 1)).result(60)
-        assert figures(engine)["cache"]["offloading_blocks"] > 0
+        assert engine.inspect()["cache"]["offloading_blocks"] > 0
         closing = threading.Thread(target=engine.close)
         closing.start()
         closing.join(60)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from transformers import HunYuanDenseV1Config, PreTrainedModel
@@ -17,23 +19,30 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import RequestSequence
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
-from kedge.settings import AnchorSettings, PlannerConstants, PlannerSettings, TierSettings
+from kedge.settings import (
+    AnchorSettings,
+    DiscoveryMode,
+    DiscoverySettings,
+    PlannerConstants,
+    PlannerSettings,
+    TierSettings,
+)
 from kedge.types import (
-    AgentId,
+    Completion,
     GenerateRequest,
+    Namespace,
     ReuseMode,
-    RunId,
     SampleId,
     SamplingParams,
     Segment,
-    TenantId,
     Tokens,
-    WorkflowId,
 )
+from tests.discovery.teams import judge, solver, words
 from tests.engine.local.conftest import DEVICE, engine_of, tiny_model
 from tests.engine.local.stepping import OPEN, Stepped
 from tests.engine.local.test_engine import greedy
 from tests.engine.local.test_engine import prompt as tokens
+from tests.engine.local.test_engine import request as plain_request
 
 SETTINGS: dict[str, object] = {
     "anchors": AnchorSettings(**OPEN),
@@ -61,7 +70,7 @@ def request(
     ]
     params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **sampling})
     kept = tuple(segment for segment in segments if segment.tokens)
-    return GenerateRequest(kept, params, reuse, run=RunId(run), workflow=WorkflowId("test"), agent=AgentId(agent))
+    return GenerateRequest(kept, params, reuse, run=run, workflow="test", agent=agent)
 
 
 class Driver(Stepped):
@@ -87,21 +96,6 @@ class Driver(Stepped):
 
 def relative(a, b) -> float:  # noqa: ANN001
     return float((a - b).norm() / b.norm())
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_an_exact_repeat_of_an_anchor_reproduces_its_dense_kv(estimator: str) -> None:
-    driver = Driver(anchors=AnchorSettings(**OPEN, estimator=estimator), device=DEVICE.type)
-    asked = request(tokens(50, 30), tokens(51, 12))
-    for seed in (60, 61):
-        driver.serve(request(tokens(seed, 30), tokens(seed + 5, 12)))
-    first, dense = driver.serve(asked)
-    again, translated = driver.serve(replace(asked, request_id="again"))
-    if first.plan.translates:  # with wide thresholds the two samples served it: learn it densely first
-        pytest.fail("the first sight of a value must be prefilled densely here")
-    assert again.plan.translates
-    assert relative(translated.keys, dense.keys) < 1e-3
-    assert relative(translated.values, dense.values) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -135,16 +129,12 @@ def test_tiny_placeholders(size: int) -> None:
     assert last.receipt().prompt_tokens == 20 + 30 + 9 + size + 5
 
 
-def _twice(question: Tokens) -> GenerateRequest:
-    once = request(question, question)
-    twice = replace(once.segments[3], name="user_question", sample=SampleId.parse("input_user_question@0"))
-    return replace(once, segments=(*once.segments[:3], twice, *once.segments[4:]))
-
-
 def test_a_placeholder_used_twice_has_two_slots() -> None:
     driver = Driver()
     for seed in (50, 51, 50):
-        again, _ = driver.serve(_twice(tokens(seed, 30)))
+        once = request(tokens(seed, 30), tokens(seed, 30))
+        twice = replace(once.segments[3], name="user_question", sample=SampleId.parse("input_user_question@0"))
+        again, _ = driver.serve(replace(once, segments=(*once.segments[:3], twice, *once.segments[4:])))
     assert again.plan.translates
     assert len(again.plan.translations) == 4
     assert driver.core.parts.stats()["anchors"]["sites"] == 2
@@ -181,37 +171,10 @@ def test_keys_are_as_near_as_values_when_lengths_before_them_differ(estimator: s
 
 
 def reading(answer: Tokens, question: Tokens, run: str) -> GenerateRequest:
-    """The critic's prompt: its prefix, a question, a prefix, the answer of the solver in `run`, and a last prefix."""
-    segments = (
-        Segment(tokens(33, 33), "p0"),
-        Segment(question, "user_question", SampleId.parse("input_user_question@0"), base_context=tokens(1, 3)),
-        Segment(tokens(7, 9), "p1"),
-        Segment(answer, "agent_solver_current", SampleId.parse("agent_solver@0")),
-        Segment(tokens(8, 5), "p2"),
-    )
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    return GenerateRequest(
-        segments, params, ReuseMode.TRANSLATE, run=RunId(run), workflow=WorkflowId("test"), agent=AgentId("critic")
-    )
-
-
-def answered(driver: Driver, question: Tokens, run: str) -> Tokens:
-    asked = replace(request(question, run=run, max_tokens=24), produces=SampleId.parse("agent_solver@0"))
-    return tuple(driver.serve(asked)[0].tokens[asked.prompt_tokens :])
-
-
-def test_a_new_teams_first_answer_is_moved_to_its_reader() -> None:
-    """Its values are those of its decoding, its keys are rotated to their place, and everything else is computed."""
-    driver = Driver(anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}))
-    answer = answered(driver, tokens(50, 12), "first")
-    asked = reading(answer, tokens(50, 12), "first")
-    base = driver.core.parts.learned[1].find(asked.run_key, asked.segments[3].sample, answer, ())
-    sequence, kv = driver.serve(asked)
-    assert base is not None and sequence.receipt().translated == len(answer) == 24
-    moved = kv.slice(54, 78)
-    assert relative(moved.keys, base.kv.keys) < 1e-5 and relative(moved.values, base.kv.values) < 1e-5
-    reasons = {miss.segment: miss.reason for miss in sequence.receipt().misses}
-    assert reasons["user_question"] == "no anchor of this agent yet" and "p2" in reasons
+    """The critic's prompt, with the answer of the solver in `run` in place of a hint."""
+    asked = request(question, answer, agent="critic", run=run, max_tokens=2)
+    said = Segment(answer, "agent_solver_current", SampleId.parse("agent_solver@0"))
+    return replace(asked, segments=(*asked.segments[:3], said, asked.segments[4]))
 
 
 def in_context(asked: GenerateRequest) -> GenerateRequest:
@@ -261,7 +224,7 @@ def test_a_crowd_reads_questions_in_a_small_pool(seed: int) -> None:
     with engine_of(model, **settings) as engine:
         streams, expected = [], {}
         for at, (asked, wanted) in enumerate(crowd):
-            exact = replace(asked, reuse=ReuseMode.EXACT, request_id=f"exact-{at}", tenant=TenantId("exact"))
+            exact = replace(asked, reuse=ReuseMode.EXACT, request_id=f"exact-{at}", tenant="exact")
             streams += [engine.submit(asked), engine.submit(exact)]
             expected[exact.request_id] = wanted
             if at % 8 == 6:
@@ -274,18 +237,125 @@ def test_a_crowd_reads_questions_in_a_small_pool(seed: int) -> None:
         assert [one.tokens for one in exact_ones] == [expected[one.request_id] for one in exact_ones]
 
 
-def test_a_team_learns_from_what_its_readers_compute() -> None:
-    """No prompt is dense for it: what the first two left translates the third one's question and the template behind
-    both values, and the answer is moved as before.
+def test_a_new_teams_answers_are_moved_and_it_learns_from_what_its_readers_compute() -> None:
+    """An answer's values are those of its decoding, its keys are rotated to their place. No prompt is dense to be
+    learned from: what the first two left translates the third one's question and the template behind both values.
     """
     driver = Driver(anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}))
     translated = []
     for at in range(3):
         run, question = f"run-{at}", tokens(50 + at, 12)
-        asked = reading(answered(driver, question, run), question, run)
+        solving = replace(request(question, run=run, max_tokens=24), produces=SampleId.parse("agent_solver@0"))
+        asked = reading(tuple(driver.serve(solving)[0].response), question, run)
         base = driver.core.parts.learned[1].find(asked.run_key, asked.segments[3].sample, asked.segments[3].tokens, ())
         sequence, kv = driver.serve(asked)
         translated.append(sequence.receipt().translated)
         moved = kv.slice(54, 78)
         assert relative(moved.keys, base.kv.keys) < 1e-5 and relative(moved.values, base.kv.values) < 1e-5
+        reasons = {miss.segment: miss.reason for miss in sequence.receipt().misses}
+        assert at or (reasons["user_question"] == "no anchor of this agent yet" and "p2" in reasons)
     assert translated == [24, 24, 24 + 12 + 9 + 4]
+
+
+# what is told of it ---------------------------------------------------------------------------------------------------
+
+ACME, OTHER = Namespace("acme"), Namespace("other")
+
+
+def of_tenant(space: Namespace, seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateRequest:
+    return replace(request(tokens(seed, 24), reuse=reuse, run=f"run-{seed}"), tenant=space.tenant)
+
+
+def test_prompts_are_told_by_tenant_and_by_full_blocks() -> None:
+    with engine_of(tiny_model("llama"), block_size=16) as engine:
+        asked = of_tenant(ACME, 3, ReuseMode.EXACT)
+        _served(engine, asked)
+        held = engine.inspect_tenants(
+            lambda space: space == ACME,
+            [(ACME, asked.tokens), (ACME, asked.tokens[:40]), (OTHER, asked.tokens), (ACME, tokens(9, 40))],
+        )
+    assert held["prompts"] == [{"device": size, "host": 0} for size in (48, 32, 0, 0)]
+    assert held["pools"] == []
+
+
+def test_pools_are_told_to_whom_they_belong() -> None:
+    with engine_of(tiny_model("llama"), **SETTINGS) as engine:
+        for space, seed in ((ACME, 3), (ACME, 4), (ACME, 5), (OTHER, 6)):
+            _served(engine, of_tenant(space, seed))
+        mine, theirs, nobodys = (
+            engine.inspect_tenants(lambda space, name=name: space == name, [])["pools"]
+            for name in (ACME, OTHER, Namespace("acm"))
+        )
+        everything = engine.inspect()["anchors"]
+    (pool,), (foreign,) = mine, theirs
+    assert (pool["workflow"], pool["placeholder"], pool["sites"]) == ("test", "user_question", 1)
+    assert pool["anchors"] + foreign["anchors"] == everything["anchors"]
+    assert pool["nbytes"] + foreign["nbytes"] == everything["nbytes"]
+    assert (pool["uses"] > 0) == (everything["used"] > 0)
+    assert nobodys == []
+    assert "tenant" not in pool
+
+
+# plain requests: what agents share is found and translated, without a word of the client ------------------------------
+
+VOCABULARY, ANSWER = 256, 24
+"""The model's tokens, and those of an answer."""
+
+
+def discovering(mode: DiscoveryMode) -> LocalEngine:
+    anchors, planner = AnchorSettings(**{**OPEN, "min_anchors": 2}), PlannerSettings(by_cost=False)
+    return engine_of(tiny_model("llama"), anchors=anchors, planner=planner, discovery=DiscoverySettings(mode=mode))
+
+
+def plain(tokens: Tokens, tenant: str = "default") -> GenerateRequest:
+    return replace(plain_request(tokens, max_tokens=ANSWER), tenant=tenant, is_plain=True)
+
+
+def team(engine: LocalEngine, number: int, tenant: str = "default") -> tuple[Completion, Completion]:
+    question = words(("q", number), 60, VOCABULARY)
+    solved = engine.submit(plain(solver(question, vocab=VOCABULARY), tenant)).result()
+    return solved, engine.submit(plain(judge(question, solved.tokens, vocab=VOCABULARY), tenant)).result()
+
+
+def test_shared_text_is_translated_once_a_team_is_known() -> None:
+    with discovering(DiscoveryMode.TRANSLATE) as found:
+        for number in range(10):
+            found.wait_idle()
+            judged = team(found, number)[1]
+        assert judged.receipt.translated >= 60 + ANSWER
+        assert judged.receipt.mode is ReuseMode.TRANSLATE
+        stranger = team(found, 3, tenant="other")[1]
+        assert stranger.receipt.translated == 0
+        figures: Any = found.inspect()["discovery"]
+        assert figures["shared_tokens"] > 0 and figures["failures"] == 0
+        assert figures["translated_tokens"] >= 60 + ANSWER and figures["exact_tokens"] >= 16
+
+
+def test_by_default_it_is_found_and_nothing_changes() -> None:
+    with discovering(DiscoveryMode.OBSERVE) as found:
+        for number in range(7):
+            solved, judged = team(found, number)
+            prompt = judge(words(("q", number), 60, VOCABULARY), solved.tokens, vocab=VOCABULARY)
+            assert judged.tokens == greedy(tiny_model("llama"), prompt, ANSWER)
+            assert judged.receipt.translated == 0 and judged.receipt.mode is ReuseMode.EXACT
+        figures: Any = found.inspect()["discovery"]
+        assert figures["known_agents"] > 0 and figures["shared_tokens"] > 0
+
+
+@pytest.mark.parametrize("clients", [32])
+def test_teams_at_once_with_aborts_are_served_and_nothing_is_lost(clients: int) -> None:
+    with discovering(DiscoveryMode.TRANSLATE) as found:
+
+        def client(number: int) -> int:
+            if number % 5 == 4:
+                stream = found.submit(plain(solver(words(("q", number), 60, VOCABULARY), vocab=VOCABULARY)))
+                return int(found.cancel(stream.request_id))
+            return sum(len(one.tokens) for one in team(found, number))
+
+        with ThreadPoolExecutor(clients) as pool:
+            answered = list(pool.map(client, range(2 * clients)))
+        assert all(one == 2 * ANSWER for number, one in enumerate(answered) if number % 5 != 4)
+        found.wait_idle()
+        found.query(lambda parts: parts.check_integrity())
+        figures: Any = found.inspect()["discovery"]
+        assert figures["failures"] == 0

@@ -146,9 +146,6 @@ def test_every_rung_gives_a_finding_beside_what_is_dense() -> None:
 @pytest.mark.parametrize("again", [served(), served("b"), replace(served("a"), logprobs=())])
 def test_a_trial_in_which_nothing_was_translated_or_read_shows_nothing(again: Completion) -> None:
     assert trial(ASKED, served(), "a", [1]).judge([again]) == []
-
-
-def test_a_rung_on_which_nothing_is_translated_shows_nothing() -> None:
     assert trial(ASKED, served(), EVERYTHING, [0, 1]).judge([served(), served(), served()]) == []
 
 
@@ -174,40 +171,36 @@ def test_a_placeholder_that_a_prompt_reads_twice_counts_once() -> None:
 CALL = '{"name": "look_up", "parameters": {}}'
 
 
-def judged(mine: str, again: str, *, pick: str = "", reason: FinishReason = FinishReason.STOP, **sampling: Any) -> Any:
-    """What differs between a served answer and a check's, where a tool may be called."""
+CUT: dict[str, Any] = {"finish_reason": FinishReason.LENGTH}
+PICK = "Answer:"
+
+
+@pytest.mark.parametrize(("mine", "again", "seen", "asks", "changes"), [
+    (CALL, CALL, {}, {}, {"far": False, "call": False}),
+    ("I look it up.", CALL, {}, {}, {"far": False, "call": True}),
+    (CALL, CALL[:12], CUT, {}, {"far": False, "call": False}),
+    ("It is B. Answer: B", "It is", CUT, {"pick": PICK, "max_tokens": 5000}, {"far": False, "call": False}),
+    ("Hm. Answer: B", "So: Answer: C", {}, {"pick": PICK}, {"far": False, "call": False, "pick": True}),
+    ("Hm. Answer: B", "So: Answer: B", {}, {"pick": PICK}, {"far": False, "call": False, "pick": False}),
+    ("I look it up.", CALL, {}, {"temperature": 0.7}, {"far": False}),
+], ids=["calls", "prose", "cut off", "cut before its pick", "another pick", "the same pick", "sampled"])  # fmt: skip
+def test_decisions_in_answers_are_compared_as_far_as_they_go_unless_they_are_sampled(
+    mine: str, again: str, seen: dict[str, Any], asks: dict[str, Any], changes: dict[str, bool]
+) -> None:
+    """Where a tool may be called, though the distributions are near."""
+    pick, sampling = asks.get("pick", ""), {name: value for name, value in asks.items() if name != "pick"}
     params = replace(ASKED.sampling, **{"temperature": 0.0, **sampling})
     asked = replace(ASKED, guard=replace(ASKED.guard, pick=pick), sampling=params)
-    check, _ = dense(asked, replace(served("a"), text=mine))
-    (seen,) = check.judge([replace(served(), text=again, finish_reason=reason)])
-    assert seen.names == ("a",)
-    return {kind.value: changed for kind, changed in seen.comparison.changes.items()}
+    (found,) = dense(asked, replace(served("a"), text=mine))[0].judge([replace(served(), text=again, **seen)])
+    assert found.names == ("a",)
+    assert {kind.value: changed for kind, changed in found.comparison.changes.items()} == changes
 
 
-def test_a_call_in_place_of_prose_is_a_change_though_the_distributions_are_near() -> None:
-    assert judged(CALL, CALL) == {"far": False, "call": False}
-    assert judged("I look it up.", CALL) == {"far": False, "call": True}
-
-
-def test_a_check_that_was_cut_off_says_what_it_can() -> None:
-    assert not judged(CALL, CALL[:12], reason=FinishReason.LENGTH)["call"]
-    seen = judged("It is B. Answer: B", "It is", pick="Answer:", reason=FinishReason.LENGTH, max_tokens=5000)
-    assert seen == {"far": False, "call": False}
-
-
-def test_a_pick_is_compared_and_needs_the_whole_answer() -> None:
-    assert judged("Hm. Answer: B", "So: Answer: C", pick="Answer:") == {"far": False, "call": False, "pick": True}
-    assert judged("Hm. Answer: B", "So: Answer: B", pick="Answer:")["pick"] is False
-    asked = replace(ASKED, guard=GuardOrders(pick="Answer:"), sampling=replace(ASKED.sampling, temperature=0.0))
-    assert dense(asked, served("a"))[1].sampling.max_tokens == 500
-    long = replace(asked, sampling=replace(asked.sampling, max_tokens=10**6))
-    assert dense(long, served("a"))[1].sampling.max_tokens == MAX_PICK_TOKENS
-    sampled = replace(asked, sampling=replace(asked.sampling, temperature=0.7))
-    assert dense(sampled, served("a"))[1].sampling.max_tokens == 3
-
-
-def test_texts_of_sampled_answers_are_not_compared() -> None:
-    assert judged("I look it up.", CALL, temperature=0.7) == {"far": False}
+def test_a_pick_needs_the_whole_answer_of_a_greedy_call() -> None:
+    asked = replace(ASKED, guard=GuardOrders(pick=PICK), sampling=replace(ASKED.sampling, temperature=0.0))
+    for more, taken in ({}, 500), ({"max_tokens": 10**6}, MAX_PICK_TOKENS), ({"temperature": 0.7}, 3):
+        again = dense(replace(asked, sampling=replace(asked.sampling, **more)), served("a"))[1]
+        assert again.sampling.max_tokens == taken
 
 
 def test_a_forced_answer_says_nothing_of_decisions() -> None:

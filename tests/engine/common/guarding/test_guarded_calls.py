@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kedge.engine.base import Item
 from kedge.engine.common.guarding import guarded_calls
 from kedge.engine.common.guarding.check import Check, dense_check, trial
 from kedge.engine.common.guarding.guarded_calls import GRACE, MAX_WAITING, PATIENCE, CheckThread, GuardedCalls
@@ -88,17 +89,13 @@ class FakeEngine:
     translatable: frozenset[str] = frozenset("ab")
     faulty: frozenset[str] = frozenset()
     wrong: TokenLogprob = BAD
-    holds_checks: bool = False
-    """Whether checks are not answered before the end"""
     asked: list[GenerateRequest] = field(default_factory=list)
     """What was served to clients, as it arrived in the engine"""
     checks: list[GenerateRequest] = field(default_factory=list)
-    held: list[tuple[TokenStream, GenerateRequest]] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.calls = GuardedCalls(self.submit, self.settings)
-        self.arrived = threading.Semaphore(0)
 
     def submit(self, request: GenerateRequest) -> TokenStream:
         """Serve a request at once; as `LocalEngine.submit` does."""
@@ -107,19 +104,11 @@ class FakeEngine:
         stream = TokenStream(request.request_id)
         stream.tap = tap
         (self.asked if tap else self.checks).append(served)
-        if tap is None and self.holds_checks:
-            self.held.append((stream, served))
-            self.arrived.release()
-        else:
-            self.put(stream, served)
-        return stream
-
-    def put(self, stream: TokenStream, served: GenerateRequest, reason: FinishReason = FinishReason.LENGTH) -> None:
-        """Answer a request."""
-        done = self.completion(served, reason)
+        done = self.completion(served, FinishReason.LENGTH)
         if done.logprobs:
             stream.put(TokenDelta("x", done.tokens[:1], logprobs=done.logprobs[:1]))
         stream.put(TokenDelta("x", done.tokens[1:], done, done.logprobs[1:]))
+        return stream
 
     def completion(self, served: GenerateRequest, reason: FinishReason) -> Completion:
         """The answer to a request."""
@@ -135,8 +124,7 @@ class FakeEngine:
     def ask(self, request: GenerateRequest) -> Completion:
         """Serve a request and carry out its checks."""
         done = self.submit(request).result(10)
-        if not self.holds_checks:
-            assert self.calls.checks.drain(10)
+        assert self.calls.checks.drain(10)
         return done
 
     def end_run(self, run: str) -> None:
@@ -151,10 +139,17 @@ class FakeEngine:
     def close(self) -> None:
         """Close as `LocalEngine` does."""
         self.calls.checks.stop()
-        while self.held:
-            stream, served = self.held.pop()
-            self.put(stream, served, FinishReason.CANCELLED)
         self.calls.checks.join()
+
+
+Fake = Callable[..., FakeEngine]
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    """Make engines, which are closed when the test has ended."""
+    with ExitStack() as made:
+        yield lambda **given: made.enter_context(closing(FakeEngine(**given)))
 
 
 def wrong(engine: FakeEngine, count: int, *names: str) -> int:
@@ -162,8 +157,8 @@ def wrong(engine: FakeEngine, count: int, *names: str) -> int:
     return sum(engine.ask(request(*names)).tokens[0] != 1 for _ in range(count))
 
 
-def test_a_fault_is_off_after_one_changed_answer_and_earns_its_way_back() -> None:
-    engine = FakeEngine()
+def test_a_fault_is_off_after_one_changed_answer_and_earns_its_way_back(fake: Fake) -> None:
+    engine = fake()
     assert wrong(engine, 20, "a") == 0
     engine.faulty = frozenset("a")
     assert wrong(engine, 30, "a") == 1
@@ -171,36 +166,32 @@ def test_a_fault_is_off_after_one_changed_answer_and_earns_its_way_back() -> Non
     engine.faulty = frozenset()
     calls = next(n for n in range(1, 2000) if engine.ask(request()).receipt.translated)
     assert calls >= TRIALS and engine.state()["state"] == "canary"
-    engine.close()
 
 
-def test_the_fault_of_one_placeholder_leaves_the_other_translated() -> None:
-    engine = FakeEngine(faulty=frozenset("b"))
+def test_the_fault_of_one_placeholder_leaves_the_other_translated(fake: Fake) -> None:
+    engine = fake(faulty=frozenset("b"))
     wrong(engine, 60, "a", "b")
     engine.ask(request("a", "b"))
     assert engine.state("b")["withheld"] and engine.state("b")["breaches"]
     assert not engine.state("a")["withheld"] and not engine.state("a")["breaches"]
-    engine.close()
 
 
-def test_a_placeholder_that_cannot_be_translated_does_not_starve_another_of_its_trials() -> None:
-    engine = FakeEngine(translatable=frozenset("b"))
+def test_a_placeholder_that_cannot_be_translated_does_not_starve_another_of_its_trials(fake: Fake) -> None:
+    engine = fake(translatable=frozenset("b"))
     shadow = GuardOrders(GuardMode.SHADOW)
     for _ in range(40):
         assert engine.ask(request("a", "b", guard=shadow)).receipt.translated == 0
     assert engine.state("b")["checks"]
-    engine.close()
 
 
-def test_answers_that_are_no_numbers_are_a_fault() -> None:
-    engine = FakeEngine(faulty=frozenset("a"), wrong=TokenLogprob(1, math.nan, ((1, math.nan),)))
+def test_answers_that_are_no_numbers_are_a_fault(fake: Fake) -> None:
+    engine = fake(faulty=frozenset("a"), wrong=TokenLogprob(1, math.nan, ((1, math.nan),)))
     engine.ask(request())
     assert engine.state()["withheld"] and math.isfinite(engine.state()["max_kl"])  # type: ignore[arg-type]
-    engine.close()
 
 
-def test_modes_per_request() -> None:
-    engine = FakeEngine(faulty=frozenset("a"))
+def test_modes_per_request(fake: Fake) -> None:
+    engine = fake(faulty=frozenset("a"))
     off, shadow = (GuardOrders(mode) for mode in (GuardMode.OFF, GuardMode.SHADOW))
     for _ in range(5):
         done = engine.ask(request(guard=off))
@@ -209,7 +200,6 @@ def test_modes_per_request() -> None:
     for _ in range(20):
         assert not engine.ask(request(guard=shadow)).receipt.translated
     assert len(engine.checks) == 20 and engine.state()["withheld"]
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -221,15 +211,14 @@ def test_modes_per_request() -> None:
         request(reuse=ReuseMode.OFF),
     ],
 )
-def test_what_cannot_be_compared_is_not_checked(asked: object) -> None:
+def test_what_cannot_be_compared_is_not_checked(fake: Fake, asked: object) -> None:
     """A call without an answer would else count as a clean trial."""
-    engine = FakeEngine(faulty=frozenset("a"))
+    engine = fake(faulty=frozenset("a"))
     engine.ask(request())
     engine.checks.clear()
     before = engine.state()
     engine.ask(asked)  # type: ignore[arg-type]
     assert engine.checks == [] and engine.state() == before
-    engine.close()
 
 
 @settings(max_examples=60, deadline=None)
@@ -238,46 +227,34 @@ def test_what_cannot_be_compared_is_not_checked(asked: object) -> None:
     st.sampled_from([ReuseMode.TRANSLATE, ReuseMode.EXACT]),
     st.sampled_from([None, *GuardMode]),
     st.integers(0, 6),
-    st.booleans(),
+    st.sampled_from([None, "translated", "notes", "observe"]),
 )
-def test_a_client_sees_the_log_probabilities_that_it_asked_for(
-    logprobs: int | None, reuse: ReuseMode, mode: GuardMode | None, size: int, fails: bool
+def test_a_client_sees_the_log_probabilities_that_it_asked_for_even_where_the_guard_fails(
+    logprobs: int | None, reuse: ReuseMode, mode: GuardMode | None, size: int, fails: str | None
 ) -> None:
     engine = FakeEngine()
     asked = request(logprobs=logprobs, reuse=reuse, guard=GuardOrders(mode), max_tokens=size)
-    with patch.object(QualityGuard, "notes", side_effect=ValueError if fails else lambda _: ()):
+    with patch.object(QualityGuard, fails, side_effect=ValueError("a bug")) if fails else nullcontext():
         items = list(engine.submit(asked))
+        assert engine.calls.checks.drain(10)
     done = items[-1].completion
-    assert done is not None
+    assert done is not None and not any(item.completion for item in items[:-1])
     seen = [one for item in items for one in item.logprobs]
     assert tuple(seen) == done.logprobs and len(done.logprobs) == (0 if logprobs is None else size)
     assert all(len(one.top) == min(2, logprobs or 0) for one in seen)
-    assert engine.calls.checks.drain(10)
     engine.close()
 
 
-@pytest.mark.parametrize("method", ["translated", "notes", "observe"])
-def test_a_guard_that_fails_changes_no_answer(method: str) -> None:
-    engine = FakeEngine()
-    with patch.object(QualityGuard, method, side_effect=ValueError("a bug")):
-        items = list(engine.submit(request()))
-        assert engine.calls.checks.drain(10)
-    assert [item.completion is not None for item in items] == [False, True]
-    assert items[-1].completion is not None and items[-1].completion.logprobs == ()
-    engine.close()
-
-
-def test_a_guard_that_fails_on_arrival_translates_nothing() -> None:
-    engine = FakeEngine()
+def test_a_guard_that_fails_on_arrival_translates_nothing(fake: Fake) -> None:
+    engine = fake()
     with patch.object(QualityGuard, "verdict", side_effect=ValueError("a bug")):
         done = engine.ask(request())
         assert engine.calls.ordered(request()).guard.withheld == {EVERYTHING}
     assert done.receipt.translated == 0 and engine.asked[0].guard.withheld == {EVERYTHING}
-    engine.close()
 
 
-def test_errors_and_cancelled_answers_are_passed_on_once_and_not_checked() -> None:
-    engine = FakeEngine(translatable=frozenset())
+def test_errors_and_cancelled_answers_are_passed_on_once_and_not_checked(fake: Fake) -> None:
+    engine = fake(translatable=frozenset())
     heard = []
     for reason in (FinishReason.CANCELLED, None):
         served, tap = engine.calls.begin(request())
@@ -291,26 +268,23 @@ def test_errors_and_cancelled_answers_are_passed_on_once_and_not_checked() -> No
     engine.translatable = frozenset("a")
     engine.submit(request()).result(10)
     assert engine.calls.checks.drain(10) and len(engine.checks) == 1, "the engine counts as idle"
-    engine.close()
 
 
-def test_a_run_ends_after_its_trials_and_before_the_next_of_its_name() -> None:
-    engine = FakeEngine(faulty=frozenset("a"))
+def test_a_run_ends_after_its_trials_and_before_the_next_of_its_name(fake: Fake) -> None:
+    engine = fake(faulty=frozenset("a"))
     engine.ask(request(run="first"))
-    engine.holds_checks = True
-    engine.submit(request(run="second")).result(10)
-    while not engine.arrived.acquire(timeout=0.2):  # until one is tried
+    engine.calls.checks.arrived(ELSEWHERE)  # while somebody is served, checks wait
+    while not engine.calls.checks._waiting:  # until one is tried
         engine.submit(request(run="second")).result(10)
     engine.end_run("second")
     assert "end second" not in engine.events
     engine.submit(request(run="second")).result(10)
     assert engine.events[-2:] == ["end second", "submit second"]
-    engine.close()
 
 
-def test_32_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_32_clients_at_once(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guarded_calls, "MAX_PENDING", 8)
-    engine = FakeEngine(faulty=frozenset("b"))
+    engine = fake(faulty=frozenset("b"))
 
     def client(number: int) -> int:
         agent, wrong = f"agent-{number % 4}", 0
@@ -325,22 +299,10 @@ def test_32_clients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(client, range(32)))
     assert engine.calls.checks.drain(60)
-    engine.close()
     assert sum(event.startswith("end") for event in engine.events) == 32 * 20
     figures = engine.calls.stats()
     assert 0 < figures["checks_done"] + figures["checks_dropped"] <= 32 * 20  # type: ignore[operator]
     assert all(one["withheld"] for one in figures["agents"] if one["placeholder"] == "b")  # type: ignore[attr-defined]
-
-
-def test_a_receipt_has_the_states_of_the_placeholders() -> None:
-    engine = FakeEngine(faulty=frozenset("b"))
-    engine.ask(request("a"))
-    engine.ask(request("b"))
-    notes = {note.placeholder: note for note in engine.ask(request("a", "b")).receipt.guard}
-    assert notes["a"].state == "canary" and notes["a"].checks == 1 and notes["a"].bound < 1
-    assert notes["b"].state == "shadow"
-    assert all(span.source is not Source.TRANSLATED for span in engine.ask(request("b")).receipt.spans)
-    engine.close()
 
 
 LONG = 1000.0
@@ -441,46 +403,27 @@ def test_a_client_without_pauses_has_its_checks_carried_out_within_the_budget() 
         assert one.checks.drain(10)
 
 
-@pytest.mark.parametrize(("took", "pause"), [(3.0, 3.0), (1000.0, PATIENCE)])
+@pytest.mark.parametrize(("took", "pause", "fails"), [(3.0, 3.0, False), (1000.0, PATIENCE, False), (3.0, 3.0, True)])
 def test_a_pause_shorter_than_a_check_is_not_idle_time(
-    took: float, pause: float, monkeypatch: pytest.MonkeyPatch
+    took: float, pause: float, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Than the last one that was carried out: what fails at once says nothing of pauses."""
     now = [100.0]
     monkeypatch.setattr(guarded_calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
     with bench() as one:
         one.add()
         now[0] += GRACE
         one.finish_after(lambda: now.__setitem__(0, now[0] + took))
+        if fails:
+            one.error = Overloaded("n", 1, "full")
+            one.add()
+            assert one.checks.drain(10) and (one.checks.done, one.checks.dropped) == (1, 1)
+            one.error = None
         one.checks.arrived(ELSEWHERE)
         one.checks.left(0)
         now[0] += pause - 0.1
         one.add()
         assert not one.begun.acquire(timeout=0.1), "a client may only have paused between two calls"
-        now[0] += 0.2
-        one.add()
-        one.finish()
-        one.finish()
-        assert one.checks.drain(10)
-
-
-def test_a_check_that_fails_at_once_says_nothing_of_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(guarded_calls, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with bench() as one:
-        one.checks.arrived(ELSEWHERE)
-        one.add()
-        one.checks.left(0)
-        now[0] += GRACE
-        one.finish_after(lambda: now.__setitem__(0, now[0] + 3.0))
-        one.error = Overloaded("n", 1, "full")
-        one.add()
-        assert one.checks.drain(10) and (one.checks.done, one.checks.dropped) == (1, 1)
-        one.error = None
-        one.checks.arrived(ELSEWHERE)
-        one.checks.left(0)
-        now[0] += 2.9
-        one.add()
-        assert not one.begun.acquire(timeout=0.1), "the last check that was carried out took three seconds"
         now[0] += 0.2
         one.add()
         one.finish()
@@ -502,20 +445,6 @@ def test_too_many_drop_the_oldest_of_whoever_has_the_most(noisy: dict[str, str])
         assert one.checks.drain(10) and one.judged == [rare, *added[-2:]]
 
 
-def test_a_check_of_several_requests_is_judged_when_all_are_answered() -> None:
-    with bench() as one:
-        check = one.add(rungs=[0, 1, None])
-        for _ in range(3):
-            assert one.begun.acquire(timeout=10), "at once"
-        one.begun.release(3)
-        assert one.checks.is_under_way(check.requests[2].request_id)
-        for _ in range(3):
-            assert one.judged == []
-            one.finish()
-        assert one.checks.drain(10) and one.judged == [check] and (one.checks.done, one.checks.dropped) == (1, 0)
-        assert not one.checks.is_under_way(check.requests[2].request_id)
-
-
 def test_where_a_rung_translates_nothing_those_of_its_kind_are_not_tried() -> None:
     """Nothing is known to start from yet: each would compute the whole prompt."""
     with bench() as one:
@@ -525,36 +454,37 @@ def test_where_a_rung_translates_nothing_those_of_its_kind_are_not_tried() -> No
         assert one.checks.drain(10) and one.judged == [check] and not one.under_way
 
 
-@pytest.mark.parametrize("finished", [0, 1])
-def test_a_check_of_which_a_request_is_cancelled_shows_nothing_and_ends(finished: int) -> None:
-    with bench() as one:
-        one.add(rungs=[0, 1, None])
-        for _ in range(finished):
-            one.finish()
-        one.finish(FinishReason.CANCELLED)
-        assert one.checks.drain(10) and one.judged == [] and (one.checks.done, one.checks.dropped) == (0, 1)
+ANSWERED = TokenDelta("", (), answer(GOOD))
+CANCELLED = TokenDelta("", (), answer(GOOD, finish_reason=FinishReason.CANCELLED))
+NO_ROOM = Overloaded("request_id", "r", "no room")
+IN_VAIN = TranslationRefused("request_id", "r", "nothing can be translated yet")
 
 
-def test_what_cannot_be_translated_yet_is_no_more_than_tried_in_vain() -> None:
+@pytest.mark.parametrize(
+    ("ends", "is_judged"),
+    [
+        ([CANCELLED] * 3, False),
+        ([ANSWERED, CANCELLED, CANCELLED], False),
+        ([ANSWERED, NO_ROOM, NO_ROOM], False),
+        ([IN_VAIN] * 3, True),
+        ([ANSWERED] * 3, True),
+    ],
+    ids=["cancelled", "then cancelled", "then no room", "in vain", "all are answered"],
+)
+def test_a_check_of_several_requests_is_judged_unless_one_fails_and_what_it_computed_counts(
+    ends: list[Item], is_judged: bool
+) -> None:
     with bench() as one:
-        check = one.add(rungs=[0, 1, 2])
-        for _ in range(2):
+        check = one.add(rungs=[0, 1, None])
+        for _ in ends:
             assert one.begun.acquire(timeout=10)
-        for request, stream in one.under_way:
-            stream.put(TranslationRefused("request_id", request.request_id, "nothing"))
+        for (request, stream), end in zip(one.under_way, ends, strict=True):
+            assert one.judged == [] and one.checks.is_under_way(request.request_id)
+            stream.put(end)
         one.under_way.clear()
-        assert one.checks.drain(10) and one.judged == [check] and one.checks.computed == 0
-
-
-def test_what_a_check_computed_until_it_failed_counts() -> None:
-    with bench() as one:
-        one.add(rungs=[0, 1, None])
-        one.finish()
-        assert one.begun.acquire(timeout=10) and one.begun.acquire(timeout=10)
-        for request, stream in one.under_way:
-            stream.put(Overloaded("request_id", request.request_id, "no room"))
-        one.under_way.clear()
-        assert one.checks.drain(10) and one.judged == [] and one.checks.computed > 0 and one.checks.dropped == 1
+        assert one.checks.drain(10) and one.judged == [check] * is_judged
+        assert (one.checks.done, one.checks.dropped) == (is_judged, not is_judged)
+        assert (one.checks.computed > 0) == (ends[0] is not IN_VAIN)
 
 
 def test_while_requests_are_served_a_check_is_made_on_its_first_rung_alone() -> None:

@@ -31,7 +31,7 @@ from tests.engine.local.test_engine import greedy, prompt, request
 BLOCK = 16
 
 
-def placeholder_text(work: Callable[[], Tensor]) -> Captured:
+def stand_in(work: Callable[[], Tensor]) -> Captured:
     """Captures as CUDA does: the work is done before, and every replay leaves its result in the same tensor."""
     result = work().clone()
     return lambda: result.copy_(work()), result
@@ -42,7 +42,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
-        self._capture = CudaCapture(DEVICE) if DEVICE.type == "cuda" else placeholder_text
+        self._capture = CudaCapture(DEVICE) if DEVICE.type == "cuda" else stand_in
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
         self.captures += 1
@@ -75,16 +75,9 @@ def row_by_row(
     return torch.stack(rows)
 
 
-def kernel_or_stand_in() -> Attend:
-    """What attends on this machine's device."""
-    if DEVICE.type == "cpu":
-        return row_by_row
+attend: Attend = row_by_row
+if DEVICE.type != "cpu":
     from kedge.kv.attention_kernel import attend
-
-    return attend
-
-
-attend = kernel_or_stand_in()
 
 
 def runner_of(name: str) -> ModelRunner:
@@ -111,15 +104,20 @@ class Whole(Work):
         return len(self.positions)
 
 
-def prefilled(runner: ModelRunner, storage: PagedStorage) -> None:
-    """Two prompts with scattered blocks."""
-    for blocks, length in (([3, 9, 1], 37), ([20, 21, 6], 40)):
-        runner.forward(flatten([work(blocks, length, list(range(length)))], storage))
+def before(runner: ModelRunner, storage: PagedStorage, step: Step) -> None:
+    """Compute what the sequences of a pass have before it."""
+    for blocks, length, positions in step:
+        if others := [at for at in range(length) if at not in positions]:
+            runner.forward(flatten([work(blocks, length, others)], storage))
 
 
-STEPS = {
-    "one": [([3, 9, 1], 38, [37])],
-    "two": [([3, 9, 1], 38, [37]), ([20, 21, 6], 41, [40])],
+Step = list[tuple[list[int], int, list[int]]]
+"""Blocks, length and positions of each sequence in a pass"""
+TWO: Step = [([3, 9, 1], 38, [37]), ([20, 21, 6], 41, [40])]
+STEPS: dict[str, Step] = {
+    "one": TWO[:1],
+    "two": TWO,
+    "33 that decode": [([number, 33 + number], 1 + number % 30, [number % 30]) for number in range(33)],
     "some of a prompt beside a decode": [([3, 9, 1], 37, [0, 1, 20, 35, 36]), ([20, 21, 6], 41, [40])],
     "a chunk that fills no graph": [([5, 2], 19, list(range(19)))],
     "many": [([5, 2, 11, 4], 64, list(range(64)))],
@@ -127,18 +125,18 @@ STEPS = {
 }
 
 
-EXPERTS = "gpt-oss, attention sinks", "DeepSeek-V2, MLA"
+EXPERTS = "gpt-oss, attention sinks"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma2", "Gemma 3", *EXPERTS])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-sliding", "gemma2", "Gemma 3", EXPERTS])
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_replayed_pass_is_the_pass(name: str, step: list[tuple[list[int], int, list[int]]]) -> None:
-    if DEVICE.type == "cuda" and name in EXPERTS:
+def test_a_replayed_pass_is_the_pass(name: str, step: Step) -> None:
+    if DEVICE.type == "cuda" and name == EXPERTS:
         pytest.skip("PyTorch's loop over experts reads which of them are chosen: such a pass cannot be captured")
     runner = runner_of(name)
-    plain, replayed = storage_of(runner), storage_of(runner)
+    plain, replayed = storage_of(runner, 66), storage_of(runner, 66)
     for storage in (plain, replayed):
-        prefilled(runner, storage)
+        before(runner, storage, step)
     wanted = runner.forward(flatten([work(*one) for one in step], plain))
 
     capture = Graphs()
@@ -179,7 +177,7 @@ def test_what_no_graph_holds_is_left_to_the_model() -> None:
 def test_logits_outlive_the_next_replay() -> None:
     runner = runner_of("llama")
     storage = storage_of(runner)
-    prefilled(runner, storage)
+    before(runner, storage, TWO)
     graphs = StepGraphs(runner.run, storage, 200, attend, Graphs())
     with torch.inference_mode():
         first = graphs.replay(flatten([work([3, 9, 1], 38, [37])], storage))
@@ -203,7 +201,7 @@ def test_rows_of_prompts_attend_together_and_decodes_apart() -> None:
 def test_what_is_captured_before_the_first_pass_is_not_captured_again() -> None:
     runner = runner_of("llama")
     storage, capture = storage_of(runner), Graphs()
-    prefilled(runner, storage)
+    before(runner, storage, TWO)
     kept = storage.keys[:, BLOCK:].clone()
     graphs = StepGraphs(runner.run, storage, 400, attend, capture)
     graphs.capture(running=9)
@@ -218,11 +216,7 @@ def test_what_is_captured_before_the_first_pass_is_not_captured_again() -> None:
     assert (capture.captures, capture.replays) == (captured, 3)
 
 
-class OutOfResources(Exception):
-    """As Triton says that a kernel is too large for a GPU."""
-
-
-@pytest.mark.parametrize("error", [RuntimeError, OutOfResources])
+@pytest.mark.parametrize("error", [RuntimeError, Exception])  # PyTorch's, and Triton's
 def test_a_model_that_cannot_be_captured_goes_without(error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
     runner = runner_of("llama")
     storage, tries = storage_of(runner), []
@@ -263,23 +257,3 @@ def test_keys_of_several_shapes_and_latents_have_no_graphs(name: str, monkeypatc
     monkeypatch.setattr(PagedStorage, "has_kernels", True)
     runner = runner_of(name)
     assert on_gpu(runner.run, storage_of(runner), 200) is None
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral-sliding"])
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 33, 64])
-def test_decode_steps_of_many_sequences_go_on_as_they_are_run(family: str, rows: int) -> None:
-    runner = runner_of(family)
-    plain, replayed = (storage_of(runner, 6 * 64) for _ in range(2))
-    tables = torch.randperm(6 * 64, generator=torch.Generator().manual_seed(rows)).view(64, 6)[:rows].tolist()
-    lengths = [1 + 13 * i % 80 for i in range(rows)]
-    for storage in (plain, replayed):
-        for blocks, length in zip(tables, lengths, strict=True):
-            runner.forward(flatten([work(blocks, length, list(range(length)))], storage))
-    graphs = StepGraphs(runner.run, replayed, 200, attend, Graphs())
-    for step in range(4):
-        ahead = [work(b, n + step + 1, [n + step]) for b, n in zip(tables, lengths, strict=True)]
-        wanted = runner.forward(flatten(ahead, plain))
-        with torch.inference_mode():
-            got = graphs.replay(flatten(ahead, replayed))
-        assert got is not None
-        torch.testing.assert_close(got, wanted, atol=2e-4, rtol=1e-4)

@@ -81,11 +81,10 @@ class Rows(ForwardBatch):
 
     def attend(self, layer: int, query: Tensor, how: Scoring, latent: LatentWeights | None = None) -> Tensor:
         keys, values = self.storage.pools[layer]
+        assert latent is None, "`on_gpu` gives graphs to no pool of latents"
         context = (self.blocks, self.owners, self.lengths, self.storage.block_size)
-        rows = (query if latent is None else latent.absorbed(query)).transpose(0, 1)
         scores = how.scaling, how.window, how.softcap, how.sinks
-        out = self.attend_with(rows, keys, values, *context, *scores, together=self.together)
-        return out if latent is None else latent.projected(out)
+        return self.attend_with(query.transpose(0, 1), keys, values, *context, *scores, together=self.together)
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
