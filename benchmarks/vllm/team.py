@@ -8,7 +8,6 @@ prefixes in its cache, and with an empty cache, which is dense prefill.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -31,14 +30,12 @@ from kedge.bench.vllm import (
     VllmLane,
     VllmTrial,
 )
-from kedge.integrations.vllm.engine.driver import PluginMessage, expected_prompt
 from kedge.integrations.vllm.plugin.hints import request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.types import GenerateRequest, Tokens
 
 LEARNING_S = 0.25
 """Seconds between two prompts, in which the plug-in learns."""
-_ids = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -59,13 +56,15 @@ QUICK_TEAM = TeamSettings(question=400, prefix=256, output=128, samples=4, repea
 
 
 class ToldLane(VllmLane):
-    """A vLLM engine with the plug-in, which also gets hints without a request."""
+    """A vLLM engine with the plug-in, which also hears of the next prompt, as from Kedge's engine."""
 
-    async def tell(self, message: PluginMessage) -> None:
-        """Send the plug-in hints without a request, as Kedge's engine does."""
-        from kedge.integrations.vllm.plugin import metrics
+    async def expect(self, request: GenerateRequest) -> None:
+        """Send the plug-in the hint that such a request is expected."""
+        from kedge.integrations.vllm.engine.driver import expected_prompt
+        from kedge.integrations.vllm.plugin.metrics import message
 
-        await self._engine.engine_core.add_request_async(metrics.message(f"kedge-message-{next(_ids)}", *message))
+        told = message(f"expected-{request.request_id}", *expected_prompt(request))
+        await self._engine.engine_core.add_request_async(told)
 
 
 async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress: Progress) -> Figures:
@@ -167,7 +166,7 @@ class _VllmTeam:
             asked = asyncio.create_task(self._ask(lane, request, self._settings.output))
             if isinstance(lane, ToldLane) and agent + 1 < self._settings.agents:
                 await asyncio.sleep(0)  # so that the request goes first
-                await lane.tell(expected_prompt(self._request(run, agent + 1, question, [*answers, ()])))
+                await lane.expect(self._request(run, agent + 1, question, [*answers, ()]))
             done = await asked
             calls.append(done)
             answers.append(done.tokens)
