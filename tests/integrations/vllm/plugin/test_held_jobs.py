@@ -94,11 +94,11 @@ def test_the_end_is_the_last_token() -> None:
 
 
 @pytest.mark.parametrize("budget", [LaneBudget(0, 9), LaneBudget(99, 0), LaneBudget(-9, -9)])
-def test_an_end_waits_for_a_step_with_room(budget: LaneBudget) -> None:
+def test_an_end_without_room_holds_nothing_for_ever(budget: LaneBudget) -> None:
     stage = Stage()
     stage.end(7, (7, 8))
-    assert stage.jobs.grant_ends(budget, 0) == LaneBudget(0, 0) and not stage.captures and stage.jobs.has_ends
-    assert stage.jobs.grant_ends(AMPLE, 0) == LaneBudget(1, 1) and not stage.jobs
+    assert stage.jobs.grant_ends(budget, 0) == LaneBudget(0, 0) and not stage.jobs
+    assert [capture.response for capture in stage.captures] == [(7,)]
 
 
 def test_without_blocks_what_is_there_is_captured() -> None:

@@ -12,7 +12,7 @@ before it compute in the same pass. vLLM itself relies on this for prefix hits w
 Other lanes compute in blocks of no running request: the ends of answers that other agents read, and base prefills.
 
 A token is drawn from the KV of those before it, so the last token of an answer has none. It is computed in the step
-after, or the first one with room, in a lane over the blocks of the finished request.
+after, in a lane over the blocks of the finished request; without room there, the answer is kept without its end.
 
 Base prefills are no requests of vLLM's, so no client waits for an output. They take blocks, rows and tokens that
 requests leave of a step, over as many steps as it takes: first those that a request waits for, which is translated then
@@ -250,12 +250,15 @@ class HeldJobs:
     # what a step computes of it -------------------------------------------------------------------------------
 
     def grant_ends(self, budget: LaneBudget, spare: int) -> LaneBudget:
-        """Begin a step, and grant lanes for the ends of answers that it has room for. Returns what they take.
+        """Begin a step, and grant lanes for the ends of answers that it has room for. The others are given up: under
+        full load they would wait, and hold their blocks, for ever. Returns what the lanes take.
 
         `budget` is what requests leave of it, `spare` the blocks that are left to them.
         """
         self.granted = []
-        return self._grant([job for job in self._jobs if job.answer], budget, spare)
+        taken = self._grant([job for job in self._jobs if job.answer], budget, spare)
+        self._drop(*(job for job in self._jobs if job.answer))
+        return taken
 
     def grant(self, budget: LaneBudget, spare: int, *, most: int, idle: bool) -> LaneBudget:
         """Grant lanes for pieces of base prefills, those that a request waits for first. Returns what they take.
