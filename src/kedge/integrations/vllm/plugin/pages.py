@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer
@@ -210,6 +209,8 @@ def rotation_of(config: ModelConfig, layers: Sequence[int], device: torch.device
 
 
 def _rotary(config: ModelConfig, rope: dict[str, Any], device: torch.device) -> Rotary:
+    from vllm.model_executor.layers.rotary_embedding import get_rope  # all else here can be tried without vLLM
+
     longest = config.hf_text_config.max_position_embeddings
     embedding = get_rope(config.get_head_size(), longest, True, rope, config.dtype)
     table = embedding.cos_sin_cache.to(device)
