@@ -115,6 +115,12 @@ def test_the_cheapest_rung_that_is_proved_serves() -> None:
     assert sorted(proof.to_try(BUDGET, ALPHA)) == [1, 2], "what is dearer, or known to be too far off, is not tried"
 
 
+def test_each_rung_has_its_part_of_alpha() -> None:
+    proof = found(Proof(), 2, BUDGET, times=12)
+    alone, among = (proof.rungs[2].divergence.upper(alpha) for alpha in (ALPHA, ALPHA / len(RUNGS)))
+    assert (proof.choose((alone + among) / 2, ALPHA), proof.choose(among, ALPHA)) == (None, 2)
+
+
 def test_anchors_that_were_too_far_off_are_tried_again_now_and_then() -> None:
     """They get better with samples; what is moved does not."""
     proof = found(found(Proof(), 0, 5 * BUDGET, computed=0.0), 1, 5 * BUDGET)
