@@ -59,8 +59,8 @@ def http(served: Served) -> Iterator[httpx.Client]:
 
 def test_a_team_is_translated_from_its_first_questions_on(http: httpx.Client, served: Served) -> None:
     """The first agent computes the question, and its KV is moved to the others."""
-    flow = {"content": TEAM.read_bytes(), "headers": {"content-type": "application/yaml"}}
-    assert http.post("/v1/workflows", params={"judge": "final"}, **flow).status_code in (200, 201)
+    team = TEAM.read_bytes().replace(b"id: final", b"id: final\n    reuse: exact")
+    assert http.post("/v1/workflows", content=team, headers={"content-type": "application/yaml"}).is_success
     deadline, answered = time.monotonic() + PATIENCE, 0
     while time.monotonic() < deadline:
         agents = run(http, f"Tim{answered}", 3 + answered)
@@ -72,7 +72,7 @@ def test_a_team_is_translated_from_its_first_questions_on(http: httpx.Client, se
         translated = [one["receipt"]["tokens"]["translated"] > 0 for one in agents]
         assert not translated[0], "it reads the question where its KV is computed"
         if sum(translated[1:-1]) == 3:
-            assert agents[-1]["receipt"]["tokens"]["translated"] == 0, "a judge is never translated"
+            assert agents[-1]["receipt"]["tokens"]["translated"] == 0, "it is not to be translated"
             later = [one for number in range(3) for one in run(http, f"Ann{number}", 20 + number)]
             assert any(one["receipt"]["preassembled"] for one in later), "prompts are prepared while others answer"
             return
