@@ -64,7 +64,8 @@ class KedgeMiddleware:
         if scope["type"] == "lifespan" and "app" in scope:
             await self._run(scope, receive, send)
         elif is_get and path == REPORT_PATH:
-            await JSONResponse(await self._reported(scope))(scope, receive, send)
+            answer = JSONResponse(await self._reported(scope), headers={"cache-control": "no-store"})
+            await answer(scope, receive, send)
         elif is_get and path.endswith(GUARD_PATH):
             await _answer_own(self._app, scope, send, self._proved)
         elif is_post and path.endswith(HINTS_PATH):
