@@ -104,29 +104,35 @@ class Client:
 # Anthropic's protocol -------------------------------------------------------------------------------------------------
 
 
-class AnthropicSdk(Client):
-    """The package `anthropic`."""
+class ClaudeCode(Client):
+    """Claude Code, with the package `anthropic`: reminders beside what its user says, thoughts in its history, caches
+    marked.
+    """
 
     image_kind = "image"
-    reminder = ""
-    headers: dict[str, str] = {}
-    thoughts: Sequence[dict[str, Any]] = ()
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
 
     def begin(self) -> None:
-        url, headers = self.served.url, self.headers
-        self.sdk = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, default_headers=headers)
-        self.api: Any = self.sdk.messages
+        url = self.served.url
+        self.sdk = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, default_headers=CLAUDE_CODE)
+        own = claude_code(MODEL, 2000)
+        own["extra_body"] = {"temperature": own.pop("temperature")}  # no argument of the package
+        del own["stream"]
+        marked = {"type": "text", "text": SYSTEM, "cache_control": {**EPHEMERAL, "ttl": "1h"}}
         tools = [{**{key: one[key] for key in ("name", "description")}, "input_schema": one["parameters"]}
                  for one in self.tools]  # fmt: skip
-        self.body: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "system": SYSTEM, "tools": tools}
+        more = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+                "output_config": {"effort": "medium"}}  # fmt: skip
+        self.body = {**own, **more, "system": [*own["system"], marked], "tools": tools}
+        self.read[0]["content"] = "".join(one["text"] for one in self.body["system"])
 
     def say(self, role: str, text: str, *, image: bool = False, call: Made | None = None) -> None:  # noqa: ARG002
         pictures, said = [self.picture] if image else [], {"type": "text", "text": text}
         if role == "user":
-            first, said = {"type": "text", "text": self.reminder}, {**said, "cache_control": EPHEMERAL}
-            self.history.append({"role": role, "content": [first, *pictures, said]})
-            text = self.reminder + self.image(image) + text
+            reminder = "<system-reminder>As you answer, use this context.</system-reminder>\n"
+            said["cache_control"] = EPHEMERAL
+            self.history.append({"role": role, "content": [{"type": "text", "text": reminder}, *pictures, said]})
+            text = reminder + self.image(image) + text
         else:
             self.history.append({"role": role, "content": [said]})
         self.seen(role, text)
@@ -140,51 +146,30 @@ class AnthropicSdk(Client):
         self.history.append({"role": "user", "content": content})
 
     def ask(self, *, stream: bool) -> None:
-        given = self._whole()
-        told = {name: given[name] for name in ("model", "messages", "system", "tools", "thinking") if name in given}
-        counted = self.api.count_tokens(**told).input_tokens
+        api, given = self.sdk.beta.messages, self._whole()
+        told = {name: given[name] for name in ("model", "messages", "system", "tools", "thinking")}
+        counted = api.count_tokens(**told).input_tokens
         try:
             if stream:
-                with self.api.stream(**given) as events:
+                with api.stream(**given) as events:
                     answer = events.get_final_message()
             else:
-                answer = self.api.create(**given)
+                answer = api.create(**given)
         except anthropic.BadRequestError as error:
             assert f"prompt is too long: {counted} tokens > 8192 maximum" in str(error)
             raise Overflow from error
         assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
         self.made = [Made(one.id, one.name, dict(one.input)) for one in answer.content if one.type == "tool_use"]
-        self.history.append({"role": "assistant", "content": [*self.thoughts, *answer.content]})
+        thought = {"type": "thinking", "thinking": "Hm.", "signature": "EqQBCkYIBBgC"}
+        self.history.append({"role": "assistant", "content": [thought, *answer.content]})
         self.seen("assistant", "".join(one.text for one in answer.content if one.type == "text"), self.made)
 
     def cut_off(self) -> str:
-        with self.api.stream(**self._whole()) as events:
+        with self.sdk.beta.messages.stream(**self._whole()) as events:
             return next(events.text_stream)
 
-    def _whole(self) -> dict[str, Any]:
+    def _whole(self) -> Any:
         return {**self.body, "messages": self.history}
-
-
-class ClaudeCode(AnthropicSdk):
-    """Claude Code: streams always, reminders beside what its user says, thoughts in its history, caches marked."""
-
-    reminder = "<system-reminder>As you answer, use this context.</system-reminder>\n"
-    headers = CLAUDE_CODE
-    thoughts = ({"type": "thinking", "thinking": "Hm.", "signature": "EqQBCkYIBBgC"},)
-
-    def begin(self) -> None:
-        super().begin()
-        own = claude_code(MODEL, 2000)
-        own["extra_body"] = {name: own.pop(name) for name in ("stream", "temperature")}  # no argument of the package
-        marked = {"type": "text", "text": SYSTEM, "cache_control": {**EPHEMERAL, "ttl": "1h"}}
-        more = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-                "output_config": {"effort": "medium"}}  # fmt: skip
-        self.body = {**own, **more, "system": [*own["system"], marked], "tools": self.body["tools"]}
-        self.api = self.sdk.beta.messages
-        self.read[0]["content"] = "".join(one["text"] for one in self.body["system"])
-
-    def ask(self, *, stream: bool) -> None:  # noqa: ARG002
-        super().ask(stream=True)
 
 
 # OpenAI's chats -------------------------------------------------------------------------------------------------------
