@@ -26,8 +26,7 @@ from kedge.settings import EngineSettings, ServerSettings
 from kedge.workflow.step_graph import Node
 from tests.handoffs import answers, assert_linked
 from tests.integrations.conftest import ReceivedHints, recording
-from tests.server.conftest import Served, serving
-from tests.server.talking import TEMPLATE, Templated
+from tests.server.conftest import TEMPLATE, Served, Templated, serving
 
 INFINITE = float("inf")
 

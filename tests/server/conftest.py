@@ -1,14 +1,16 @@
-"""Real servers on free ports, around the echo engine."""
+"""Real servers on free ports, around the echo engine, also one whose model says what a test has set."""
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -17,16 +19,15 @@ import yaml
 from fastapi import FastAPI
 
 from kedge.engine.base import Engine
-from kedge.engine.echo import EchoEngine
+from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.server.app import create_app
 from kedge.server.service import Service
 from kedge.server.tenancy import KeyRing
 from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows.server_runs import Workflows
 from kedge.settings import ServerSettings
-
-if TYPE_CHECKING:
-    from tests.server.talking import Talking
+from kedge.types import GenerateRequest
+from tests.engine.local.conftest import tiny_tokenizer
 
 FLOW = """
 name: pair
@@ -36,6 +37,15 @@ agents:
 """
 PAIR: dict[str, Any] = yaml.safe_load(FLOW)
 YAML = {"Content-Type": "application/yaml"}
+MODEL = "kedge-nano"
+TEMPLATE = (
+    "{% if tools %}<|turn|>tools\n{{ tools | tojson }}{% endif %}{% for m in messages %}<|turn|>{{ m.role }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% endfor %}<|turn|>assistant:"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Åbo"}}\n</tool_call>'
+PARAMETERS = {"type": "object", "properties": {"town": {"type": "string"}}}
+WEATHER: Any = {"name": "weather", "description": "Tells the weather.", "parameters": PARAMETERS}
 PATIENCE = 60.0
 """Seconds after which something hangs, even on a busy machine."""
 
@@ -46,7 +56,13 @@ class Served:
 
     engine: Engine
     app: FastAPI
-    url: str
+    server: uvicorn.Server
+    thread: threading.Thread
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def service(self) -> Service:
@@ -62,6 +78,19 @@ class Served:
     def http(self, key: str = "none") -> httpx.Client:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE)
 
+    def connect(self, sent: bytes = b"") -> socket.socket:
+        opened = socket.create_connection(("127.0.0.1", self.port), PATIENCE)
+        opened.sendall(sent)
+        return opened
+
+    def end(self) -> None:
+        """Tell the server to end, as SIGTERM does."""
+        self.server.handle_exit(15, None)
+
+    def has_ended(self) -> bool:
+        self.thread.join(PATIENCE)
+        return not self.thread.is_alive()
+
     def wait_quiet(self) -> None:
         """Until nothing is in flight any more, and whatever follows from the last call's end has been done."""
         wait_until(lambda: self.service.is_quiet)
@@ -74,26 +103,69 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def impatient(app: FastAPI, **options: Any) -> uvicorn.Server:
+    """A server that ends at once, and only when it is told to."""
+    return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **options))
+
+
 @contextmanager
 def serving(
     engine: Engine,
     config: ServerSettings | None = None,
     keys: KeyRing | None = None,
     tracing: OpenTelemetry | None = None,
+    build: Callable[..., uvicorn.Server] = impatient,
 ) -> Iterator[Served]:
     app = create_app(engine, config, keys, tracing)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=1))
+    server = build(app, port=0, log_level="warning")
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    running = Served(engine, app, server, thread, server.servers[0].sockets[0].getsockname()[1])
     try:
-        yield Served(engine, app, f"http://127.0.0.1:{port}")
+        yield running
     finally:
         app.state.service.is_ending = True
-        server.should_exit = True
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
+        running.end()
+        assert running.has_ended()
+
+
+class Templated(ByteTokenizer):
+    """Bytes, with a chat template of Transformers around them."""
+
+    def __init__(self, template: str = TEMPLATE) -> None:
+        self.inner = tiny_tokenizer().inner
+        self.inner.chat_template = template
+
+
+class Talking:
+    """A server, and what its model says next."""
+
+    def __init__(self, served: Served) -> None:
+        self.served, self.text = served, ""
+
+    def prompt(self) -> str:
+        """The text of the last prompt."""
+        return ByteTokenizer().decode(self.request().tokens)
+
+    def request(self) -> GenerateRequest:
+        """The last request that reached the engine."""
+        return self.served.engine.requests[-1]
+
+    def claude(self, key: str = "none") -> anthropic.Anthropic:
+        """Anthropic's client of it."""
+        return anthropic.Anthropic(base_url=self.served.url, api_key=key, max_retries=0)
+
+
+@contextmanager
+def talking(
+    keys: KeyRing | None = None, template: str = TEMPLATE, settings: ServerSettings | None = None
+) -> Iterator[Talking]:
+    engine = EchoEngine(lambda _: told.text)
+    engine.tokenizer = Templated(template)
+    with engine, serving(engine, settings or ServerSettings(tool_call_parser="hermes"), keys) as running:
+        told = Talking(running)
+        yield told
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +189,6 @@ def http(served: Served) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def told() -> Iterator[Talking]:
     """One whose model says what a test has set."""
-    from tests.server.talking import talking
-
     with talking() as running:
         running.text = "Fine."
         yield running

@@ -19,7 +19,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import AnchorSettings, EngineSettings, LimitSettings, PlannerSettings, ServerSettings
-from tests.server.conftest import FLOW, Served, serving
+from tests.server.conftest import FLOW, YAML, Served, serving
 from tests.server.dashboard.test_routes import chat
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -30,7 +30,6 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on the PATH
 LAPTOP, PHONE, NARROW = ({"width": width, "height": height} for width, height in ((1440, 900), (390, 844), (320, 640)))
 PATIENCE_MS = 15_000
 TEAM = Path(__file__).parents[2] / "examples" / "math_team.yaml"
-YAML = {"Content-Type": "application/yaml"}
 HOSTILE = '<img src=x onerror="document.title=1">'
 ODD = {
     "name": f"odd names {HOSTILE}",
@@ -174,13 +173,19 @@ def test_from_a_run_to_its_calls_their_receipts_and_texts(busy: Served, page: An
     playwright.expect(page.locator("#detail .call[open]")).to_have_count(1)
 
 
-def test_an_engine_that_failed_is_named_with_its_reason_and_its_figures_are_stale(page: Any) -> None:
-    with EchoEngine() as engine, serving(engine) as running, running.http() as http, leaving(page):
+def test_figures_are_stale_while_the_server_is_away_and_once_its_engine_has_failed(echo: Served, page: Any) -> None:
+    with echo.http() as http, leaving(page):
         chat(http)
-        page.goto(running.url)
+        page.goto(echo.url)
         has_text(page, "#status", "healthy")
         playwright.expect(page.locator("#board.stale")).to_have_count(0)
-        engine.fail(RuntimeError("boom"))
+        page.route("**/v1/dashboard?*", lambda route: route.fulfill(status=503, body="{}"))
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        has_text(page, "#status", "the server answered 503")
+        has_text(page, "#banner", "The figures below are those of")
+        page.unroute("**/v1/dashboard?*")
+        has_text(page, "#status", "healthy")
+        echo.engine.fail(RuntimeError("boom"))
         has_text(page, "#status", "engine failed: boom")
         has_text(page, "#banner", "The figures below are those of")
         playwright.expect(page.locator("#board.stale")).to_be_visible()
@@ -260,14 +265,3 @@ def test_a_server_with_keys_asks_for_one_and_keeps_it_in_the_tab(page: Any) -> N
         playwright.expect(field).to_be_visible()
         playwright.expect(page.locator("#board")).to_be_hidden()
         assert page.evaluate("sessionStorage.length") == 0
-
-
-def test_a_server_that_goes_away_is_noticed_and_found_again(echo: Served, page: Any) -> None:
-    page.goto(echo.url)
-    has_text(page, "#status", "healthy")
-    page.route("**/v1/dashboard?*", lambda route: route.fulfill(status=503, body="{}"))
-    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-    has_text(page, "#status", "the server answered 503")
-    has_text(page, "#banner", "The figures below are those of")
-    page.unroute("**/v1/dashboard?*")
-    has_text(page, "#status", "healthy")

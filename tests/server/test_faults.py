@@ -15,7 +15,6 @@ from http.client import HTTPResponse
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,18 +26,10 @@ from kedge.server.anthropic import MessagesBody
 from kedge.server.responses import ResponsesBody
 from kedge.settings import ServerSettings
 from kedge.types import RequestId
-from tests.server.conftest import FLOW, PATIENCE, YAML, Served, serving, wait_until
+from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 
 JSON = {"Content-Type": "application/json"}
 CHAT, TEXT, RUNS = "/v1/chat/completions", "/v1/completions", "/v1/workflows/pair/runs"
-LONG = {"inputs": {"user_question": "x" * 3000}}
-WIDE = """
-name: wide
-agents:
-  - {id: a, user: "{user_question}", max_tokens: 5000}
-  - {id: b, user: "{user_question}", max_tokens: 5000}
-  - {id: c, user: "{user_question} {agent_a_current} {agent_b_current}"}
-"""
 POST = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 NINES = b'{"prompt": %s}' % (b"9" * 5000)
 HELLO = {"messages": [{"role": "user", "content": "hi"}]}
@@ -57,15 +48,11 @@ def refused(answer: httpx.Response, status: int, param: str | None = None) -> di
     [
         b"",
         b"{",
-        b"nul",
-        b'{"messages": [}',
         b'{"messages": "\xff"}',
-        b"\xff\xfe",
         b"[" * 100_000,
         b'{"messages": NaN' + b" " * 70_000,
         b"null" + b" " * 70_000,
         b"[1]",
-        b'"text"',
         NINES,
     ],
     ids=lambda body: repr(body[:12]),
@@ -75,21 +62,15 @@ def test_a_body_that_is_no_json_is_a_bad_request(http: httpx.Client, path: str, 
     refused(http.post(path, content=body, headers=JSON), 400)
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
-def test_numbers_that_are_none(http: httpx.Client, number: str) -> None:
-    refused(http.post(TEXT, content=f'{{"prompt": "x", "temperature": {number}}}', headers=JSON), 400, "temperature")
-
-
-def test_unknown_names(http: httpx.Client, client: openai.OpenAI) -> None:
+def test_unknown_names(http: httpx.Client) -> None:
     assert refused(http.post(CHAT, json={**HELLO, "model": "gpt"}), 404, "model")["code"] == "model_not_found"
     refused(http.get("/v1/nothing"), 404)
     refused(http.get(CHAT), 405)
     body = {"messages": [], "kedge": {"workflow": "none", "agent": "a", "bindings": {}}}
     refused(http.post(CHAT, json=body), 404, "workflow")
+    refused(http.post("/v1/workflows/none/runs", json={"inputs": {}}), 404)
     for path in ("/v1/workflows/none", "/v1/runs/none", "/v1/runs/none/events"):
         refused(http.get(path), 404)
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="gpt", prompt="x")
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -143,8 +124,7 @@ def gauges(served: Served) -> tuple[float, float, float]:
 def slow() -> Iterator[Served]:
     """An engine that needs a minute for a long answer, and has room for two of them."""
     with EchoEngine(delay_s=0.01, capacity=13_000) as engine, serving(engine) as running, running.http() as http:
-        for flow in (FLOW, WIDE):
-            http.post("/v1/workflows", content=flow, headers=YAML).raise_for_status()
+        http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         yield running
         running.wait_quiet()
         wait_until(lambda: gauges(running) == (0, 0, 0))
@@ -155,10 +135,7 @@ def slow() -> Iterator[Served]:
 
 def raw_call(served: Served, **body: object) -> socket.socket:
     content = json.dumps({"prompt": "x", "max_tokens": 6000, "ignore_eos": True, **body}).encode()
-    head = f"{POST}Content-Length: {len(content)}\r\n\r\n"
-    connection = socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])))
-    connection.sendall(head.encode() + content)
-    return connection
+    return served.connect(f"{POST}Content-Length: {len(content)}\r\n\r\n".encode() + content)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -170,34 +147,23 @@ def test_a_client_that_goes_away_ends_its_generations(slow: Served, stream: bool
     wait_until(lambda: not slow.engine.in_flight)
 
 
-def said_to_the_end(connection: socket.socket) -> bytes:
-    said = b""
-    while not said.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
-        piece = connection.recv(4096)
-        assert piece, said[-200:]
-        said += piece
-    return said
-
-
 def metrics(served: Served) -> str:
     return served.http().get("/metrics").text
 
 
 def test_a_reader_that_takes_its_time_gets_everything_and_holds_nobody_up(http: httpx.Client, served: Served) -> None:
-    connection = raw_call(served, stream=True, max_tokens=1005, prompt="0123456789", logprobs=20)
-    wait_until(lambda: any(one.sampling.max_tokens == 1005 for one in served.engine.requests))
-    wait_until(lambda: not served.engine.in_flight)
-    assert http.post(TEXT, json={"prompt": "quick"}).json()["choices"][0]["text"] == "quick"
-    chunks = [json.loads(line[6:]) for line in said_to_the_end(connection).split(b"\n") if line.startswith(b"data: {")]
+    body = {"prompt": "0123456789", "max_tokens": 1005, "ignore_eos": True, "stream": True, "logprobs": 20}
+    with served.http() as other, other.stream("POST", TEXT, json=body) as answer:
+        wait_until(lambda: not served.engine.in_flight)
+        assert http.post(TEXT, json={"prompt": "quick"}).json()["choices"][0]["text"] == "quick"
+        chunks = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "0123456789" * 91 + "0123"
-    connection.close()
 
 
 def raw_answer(served: Served, length: int, pieces: Iterable[bytes]) -> tuple[int, dict[str, Any]]:
     """Status and body of the answer to a body that is told to have `length` bytes and comes in `pieces`."""
-    head = f"{POST}Content-Length: {length}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), PATIENCE) as connection:
-        for piece in (head.encode(), *pieces):
+    with served.connect(f"{POST}Content-Length: {length}\r\n\r\n".encode()) as connection:
+        for piece in pieces:
             connection.sendall(piece)
         answer = HTTPResponse(connection)
         answer.begin()
@@ -217,21 +183,9 @@ def test_a_body_that_never_comes_is_waited_for_only_so_long(served: Served, monk
 
 
 def test_half_a_body_is_nobodys_call(slow: Served) -> None:
-    connection = socket.create_connection(("127.0.0.1", int(slow.url.rpartition(":")[2])))
-    connection.sendall(f"{POST}Content-Length: 100\r\n\r\n{{".encode())
-    connection.close()
+    slow.connect(f"{POST}Content-Length: 100\r\n\r\n{{".encode()).close()
     assert slow.http().get("/health").status_code == 200
     assert not slow.engine.requests
-
-
-def test_an_engine_that_is_closed_is_not_ready_to_generate() -> None:
-    engine = EchoEngine()
-    with serving(engine) as running:
-        engine.close()
-        answer = running.http().post(TEXT, json={"prompt": "x"})
-        assert refused(answer, 503)["code"] == "engine_closed"
-        assert answer.headers["retry-after"] == "1"
-        running.wait_quiet()
 
 
 # an engine in a long step ---------------------------------------------------------------------------------------------
@@ -267,6 +221,7 @@ def test_who_waits_for_a_long_step_keeps_nobody_from_being_answered(stranger: st
                 else:
                     asking = [pool.submit(http.get, stranger) for _ in range(8)]
                 wait_until(lambda: engine.asked)
+                assert not running.service._is_closed, "while it is asked, its last answer holds"
                 for _ in range(20):  # by then the server has heard all of them
                     assert http.get("/health").status_code == 200
                 answer = http.post("/v1/completions", json={"prompt": "x" * 70_000, "max_tokens": 1})
@@ -278,17 +233,13 @@ def test_who_waits_for_a_long_step_keeps_nobody_from_being_answered(stranger: st
             assert {one.result().status_code for one in asking} == {200}
 
 
-def start(served: Served, flow: str = "wide") -> str:
-    started = served.http().post(f"/v1/workflows/{flow}/runs", json=LONG)
-    assert started.status_code == 201, started.text
-    return f"/v1/runs/{started.json()['id']}"
-
-
-def test_the_calls_of_runs_are_counted_as_they_wait_and_run(slow: Served) -> None:
-    runs = [start(slow) for _ in range(3)]
-    wait_until(lambda: gauges(slow) == (5, 1, 3))
-    for run in runs:
-        slow.http().post(f"{run}/cancel")
+def test_calls_are_counted_as_they_wait_and_run(slow: Served) -> None:
+    connection = raw_call(slow, stream=True, n=3)
+    with slow.http() as http:
+        run = http.post(RUNS, json={"inputs": {"user_question": "x" * 3000}}).json()["id"]
+        wait_until(lambda: gauges(slow) == (2, 2, 1))
+        connection.close()
+        http.post(f"/v1/runs/{run}/cancel").raise_for_status()
 
 
 # under load -----------------------------------------------------------------------------------------------------------

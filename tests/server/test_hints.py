@@ -14,8 +14,7 @@ from kedge.settings import LimitSettings
 from kedge.types import TenantId, TurnHints
 from tests.coding_clients import events, with_other_ids
 from tests.engine.local.conftest import engine_of, tiny_model
-from tests.server.conftest import Served, serving
-from tests.server.talking import MODEL, Talking
+from tests.server.conftest import MODEL, Served, Talking, serving
 
 
 def test_a_client_is_told_what_was_understood(http: httpx.Client, served: Served) -> None:
@@ -30,20 +29,14 @@ def test_a_client_is_told_what_was_understood(http: httpx.Client, served: Served
 
 MARK = {"type": "ephemeral", "ttl": "1h"}
 PART = {"type": "text", "text": "hi", "cache_control": MARK}
-TOOL = {"name": "t", "input_schema": {"type": "object"}, "cache_control": MARK}
-HI = {"role": "user", "content": "hi"}
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [PART]}]}),
-        ("/v1/chat/completions", {"messages": [HI], "nvext": {"cache_control": MARK}}),
         ("/v1/responses", {"input": "hi", "prompt_cache_retention": "24h"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": [PART]}], "max_tokens": 5}),
-        ("/v1/messages", {"messages": [HI], "system": [PART], "max_tokens": 5}),
-        ("/v1/messages", {"messages": [HI], "tools": [TOOL], "tool_choice": {"type": "none"}, "max_tokens": 5}),
-        ("/v1/messages", {"messages": [HI], "cache_control": MARK, "max_tokens": 5}),
     ],
 )
 def test_every_protocol_asks_in_its_own_words_that_a_session_is_kept(
@@ -102,13 +95,8 @@ def test_every_hint_without_a_prompt_gets_an_outcome() -> None:
         assert advised(http, {"kedge": {"steps": {"a": 1}}}) == {("steps", ""): "rejected"}
         assert advised(http, {"kedge": {"run": "r", "final": True}}) == {("final", ""): "applied"}
         assert advised(http, {}) == {}
-
-
-def test_sessions_take_no_room_of_runs(http: httpx.Client, served: Served) -> None:
-    before = len(served.workflows.client_runs.of(TenantId("default")))
-    for number in range(3):
-        advised(http, {"kedge": {"session": f"fresh {number}", "keep_for": 1}})
-    assert len(served.workflows.client_runs.of(TenantId("default"))) == before
+        advised(http, {"kedge": {"session": "fresh", "keep_for": 1}})
+        assert not running.workflows.client_runs.of(TenantId("default")), "sessions take no room of runs"
 
 
 HOSTILE: dict[str, Any] = {
@@ -127,18 +115,14 @@ HOSTILE: dict[str, Any] = {
 
 
 def test_values_that_are_not_accepted_are_named_and_change_nothing(http: httpx.Client) -> None:
-    assert set(advised(http, {"kedge": HOSTILE}).values()) == {"rejected"}
-    assert {name for name, _ in advised(http, {"kedge": HOSTILE})} == HOSTILE.keys()
-    reasons = {
-        one["action_id"]: one["reason"] for one in http.post("/v1/hints", json={"kedge": HOSTILE}).json()["actions"]
-    }
+    told = http.post("/v1/hints", json={"kedge": HOSTILE}).json()["actions"]
+    assert {one["outcome"] for one in told} == {"rejected"}
+    reasons = {one["action_id"]: one["reason"] for one in told}
+    assert reasons.keys() == HOSTILE.keys()
     assert reasons["keep_for"] == "must be a number of seconds from 0 on" and "256 characters" in reasons["session"]
     many = {f"field {at}": 1 for at in range(5000)}
     assert len(advised(http, {"kedge": many})) < 30, "an answer is bounded"
     assert advised(http, {"kedge": [HOSTILE]}) == {}
-    for body in ("[]", "5", "{", '"x"', '{"kedge": {"reuse": "fast"}}'):
-        answer = http.post("/v1/hints", content=body, headers={"content-type": "application/json"})
-        assert answer.status_code in (400, 422) and answer.json()["error"]["message"], body
 
 
 @pytest.fixture(scope="module")

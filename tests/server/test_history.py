@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -41,14 +40,6 @@ from tests.engine.conformance import EngineConformance
 ACME, OTHER = TenantId("acme"), TenantId("other")
 
 
-@dataclass
-class Clock:
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def request(
     number: int, agent: str = "solver", run: str = "", tenant: TenantId = ACME, fixed: int | None = None
 ) -> GenerateRequest:
@@ -82,8 +73,8 @@ def answer(history: History, asked: GenerateRequest, said: Receipt, ttft_ms: flo
 
 
 def test_what_a_call_tells_until_its_receipt() -> None:
-    clock = Clock()
-    history, asked = History(clock), request(1, run="r", fixed=3)
+    now = [1000.0]
+    history, asked = History(lambda: now[0]), request(1, run="r", fixed=3)
     history.submitted(asked)
     history.submitted(request(2))
     place = {"number": 1, "workflow": "flow", "agent": "solver", "run": "c/r", "load": 1}
@@ -92,7 +83,7 @@ def test_what_a_call_tells_until_its_receipt() -> None:
     history.begun(ACME, asked.request_id)
     assert history.state(ACME)["calls"][0]["state"] == "running"
     history.ended(ACME, asked.request_id, completion(receipt(device=2, computed=3), ttft_ms=12.5))
-    clock.now += 4
+    now[0] += 4
     told = {
         **place,
         "age_s": 4.0,
@@ -112,7 +103,7 @@ def test_what_a_call_tells_until_its_receipt() -> None:
 
 
 def test_texts_are_kept_of_those_who_allow_it_and_go_with_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    history = History(Clock(), keeps_texts=lambda tenant: tenant == ACME)
+    history = History(keeps_texts=lambda tenant: tenant == ACME)
     for tenant in (ACME, OTHER):
         answer(history, request(1, tenant=tenant), receipt(device=2, computed=3))
     assert history.texts(OTHER, 1) == (None, None)
@@ -130,7 +121,7 @@ def test_texts_are_kept_of_those_who_allow_it_and_go_with_their_budget(monkeypat
 
 
 def test_nothing_grows() -> None:
-    history = History(Clock())
+    history = History()
     for number in range(ENTRIES + 9):
         answer(history, request(number, f"a{number}", run=f"r{number}", fixed=3), receipt(computed=1))
         history.forecast({AgentKey(Namespace(ACME), "c", RunId("r"), AgentId(f"expected{number}")): NextRun(1)})
@@ -143,7 +134,7 @@ def test_nothing_grows() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(["submit", "begin", "answer", "fail", "cancel"]), st.integers(0, 5))))
 def test_whatever_happens_the_states_are_right(happened: list[tuple[str, int]]) -> None:
-    history, live, over = History(Clock()), dict[int, str](), Counter[str]()
+    history, live, over = History(), dict[int, str](), Counter[str]()
     for what, number in happened:
         name = request(number).request_id
         if what == "submit" and number not in live:

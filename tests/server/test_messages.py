@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Iterator
@@ -18,13 +19,19 @@ from kedge.server.openai.protocol import ChatBody, CompletionBody
 from kedge.server.responses import ResponsesBody
 from kedge.server.workflows.routes import RunBody
 from kedge.settings import ServerSettings
-from tests.server.conftest import FLOW, YAML, serving
+from tests.server.conftest import FLOW, WEATHER, YAML, serving
+from tests.server.test_dialects import BODIES, CHAT, MESSAGES, RESPONSES, TEXT
 from tests.tokenizers_of_families import FAMILIES, tokenizer_of
 
-CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
-FLOWS, RUNS, HINTS = "/v1/workflows", "/v1/workflows/pair/runs", "/v1/hints"
 HI = [{"role": "user", "content": "hi"}]
 ASK = {"user_question": "?"}
+FLOWS, RUNS, HINTS = "/v1/workflows", "/v1/workflows/pair/runs", "/v1/hints"
+LEAST: dict[str, dict[str, Any]] = {
+    **BODIES,
+    FLOWS: {"name": "x", "agents": [{"id": "a", "user": "x"}]},
+    RUNS: {"inputs": ASK},
+    HINTS: {},
+}
 PROMPT = "prompt: Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
 MOST = "this model's maximum context length is 8192 tokens"
 STOP = "stop: Input should be a string or a list of strings"
@@ -34,68 +41,134 @@ PARTS = (
 )
 MODES = "'off', 'exact' or 'translate'"
 REUSE = f"reuse: Input should be {MODES}, or an object with one of these for each agent that it names"
-MODES = "must be one of off, exact, translate"
+NEEDED = "a run needs a text that is not blank"
 SHORT_NAME = "must be a printable text of 1 to 256 characters"
-HALF = "must be valid Unicode, without lone surrogates"
+TOOL: Any = {"type": "function", "function": WEATHER}
+FLAT: Any = {"type": "function", **WEATHER}
+OTHER = {"type": "function", "function": {"name": "other"}}
+ANSWERED = {"role": "assistant", "tool_calls": [{"type": "retrieval", "function": {"name": "x"}}]}
+SCHEMA: Any = {"type": "json_schema"}
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
 WRONG: list[tuple[str, object, str | None, str]] = [
     *((TEXT, {"prompt": bad}, "prompt", PROMPT) for bad in ([True], [1, "a"], [[1], "a"], [[True]], [1.5], {}, 5)),
-    (TEXT, {}, "prompt", "prompt: Field required"),
-    (TEXT, {"prompt": ""}, "prompt", "prompt='': has no tokens"),
-    (TEXT, {"prompt": []}, "prompt", "prompt=[]: must not be empty"),
-    (TEXT, {"prompt": [[]]}, "prompt", "prompt=[]: has no tokens"),
-    (TEXT, {"prompt": ["a", ""]}, "prompt", "prompt='': has no tokens"),
-    (TEXT, {"prompt": [97, 300]}, "prompt", "prompt=300: must be from 0 to 258, in the vocabulary of 259"),
-    (TEXT, {"prompt": "x" * 9000}, "prompt", f"prompt='9000 tokens': {MOST}"),
-    (TEXT, {"prompt": "\ud800"}, "prompt", f"prompt='\\ud800': {HALF}"),
-    *((TEXT, {"prompt": "x", "stop": bad}, "stop", STOP) for bad in (5, ["a", 1], {})),
-    (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop", "stop='': must not be empty"),
-    (TEXT, {"prompt": "x", "stream_options": 5}, "stream_options", "stream_options: Input should be an object"),
-    (TEXT, {"prompt": "x", "n": 1.5}, "n", "n: Input should be a valid integer"),
-    (TEXT, [1], None, "body: Input should be an object"),
-    (CHAT, {"messages": [5]}, "messages", "messages.0: Input should be an object"),
-    (CHAT, {"messages": "hi"}, "messages", "messages: Input should be a valid list"),
-    *((CHAT, {"messages": [{**HI[0], "content": bad}]}, "messages", PARTS) for bad in (5, [5], [{"type": "text"}])),
-    (CHAT, {"messages": [{**HI[0], "content": "x" * 9000}]}, "messages",
-     f"messages='9018 tokens': {MOST}"),
-    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]}, "messages",
-     "messages.0.tool_calls.0.function: Input should be an object"),
-    (CHAT, {"messages": HI, "tool_choice": 5}, "tool_choice",
+    *((TEXT, {"prompt": bad}, "prompt", said) for bad, said in (
+        ("", "prompt='': has no tokens"), ([], "prompt=[]: must not be empty"), ([[]], "prompt=[]: has no tokens"),
+        (["a", ""], "prompt='': has no tokens"),
+        ([97, 300], "prompt=300: must be from 0 to 258, in the vocabulary of 259"),
+        ("x" * 9000, f"prompt='9000 tokens': {MOST}"),
+        ("\ud800", "prompt='\\ud800': must be valid Unicode, without lone surrogates"),
+    )),
+    *((TEXT, {"stop": bad}, "stop", STOP) for bad in (5, ["a", 1], {})),
+    *((TEXT, {name: bad}, name, said) for name, bad, said in (
+        ("stop", ["a", ""], "stop='': must not be empty"),
+        ("stream_options", 5, "stream_options: Input should be an object"),
+        ("n", 1.5, "n: Input should be a valid integer"), ("cache_salt", "a\nb", SHORT_NAME),
+        ("logprobs", 21, ""), ("logprobs", -1, ""), ("logprobs", True, ""), ("max_tokens", 0, ""), ("echo", 1, ""),
+        ("temperature", math.nan, ""), ("temperature", math.inf, ""),
+    )),
+    (TEXT, {"kedge": {"bindings": {}}}, "kedge.bindings", ""),
+    *((path, bad, None, "body: Input should be an object") for path, bad in ((TEXT, [1]), (HINTS, 5))),
+    *((CHAT, {"messages": bad}, "messages", said) for bad, said in (
+        ([5], "messages.0: Input should be an object"), ("hi", "messages: Input should be a valid list"),
+        *(([{**HI[0], "content": bad}], PARTS) for bad in (5, [5], [{"type": "text"}], [{"type": 5}])),
+        ([{**HI[0], "content": "x" * 9000}], f"messages='9018 tokens': {MOST}"),
+        ([{"role": "assistant", "tool_calls": [{"function": 5}]}],
+         "messages.0.tool_calls.0.function: Input should be an object"),
+        ([], ""), ([{"role": "robot", "content": "x"}], ""), ([ANSWERED], ""),
+    )),
+    *((CHAT, {name: bad}, name, "") for name, bad in (
+        ("temperature", -1), ("temperature", "warm"), ("temperature", True), ("top_p", 0), ("n", 0), ("n", 65),
+        ("max_tokens", 0), ("max_tokens", 10**9), ("seed", 2**63), ("top_k", -2), ("stream", "yes"),
+        ("stop", ["x"] * 17), ("logprobs", 1), ("top_logprobs", 2), ("echo", True),
+        ("response_format", {"type": "xml"}),
+    )),
+    (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs", ""),
+    *((path, {"kedge": {"reuse": "x"}}, "kedge.reuse", "kedge.reuse='x': must be one of off, exact, translate")
+      for path in (CHAT, HINTS)),
+    (CHAT, {"kedge": {"bindings": {"a": 1}}}, "kedge.bindings", ""),
+    (CHAT, {"kedge": {"bindings": {}}}, "messages", ""),
+    (CHAT, {"kedge": {"bindings": {}}, "messages": [], "tools": [TOOL]}, "tools", ""),
+    (CHAT, {"tools": [{}]}, "tools", "tools.0.type: Field required"),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": ""}}]}, "tools", ""),
+    *((CHAT, {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": kind}}}],
+              "tool_choice": "required"}, "tools", "parameters must be object") for kind in (5, "string")),
+    (CHAT, {"tools": [TOOL], "functions": [{"name": "x"}]}, "functions", ""),
+    (CHAT, {"tool_choice": 5}, "tool_choice",
      "tool_choice: Input should be none, auto, required or a function (an object)"),
-    (CHAT, {"messages": HI, "tools": [{}]}, "tools", "tools.0.type: Field required"),
-    (CHAT, {"messages": HI, "kedge": {"reuse": 5}}, "kedge.reuse", f"kedge.reuse=5: {MODES}"),
-    (HINTS, 5, None, "body: Input should be an object"),
-    *((path, {**body, name: bad}, name, f"{name}={bad!r}: {SHORT_NAME}") for path, body, name, bad in (
-        *((CHAT, {"messages": HI}, name, bad) for name in ("cache_salt", "extra_key") for bad in (7, "", {}, [], 0.5)),
-        (CHAT, {"messages": HI}, "extra_key", ["a", 7]),
-        (TEXT, {"prompt": "x"}, "cache_salt", "a\nb"),
-        (MESSAGES, {"messages": HI, "max_tokens": 5}, "cache_salt", 7),
-        (RESPONSES, {"input": "x"}, "cache_salt", 0),
-        (HINTS, {}, "cache_salt", 7),
-        (CHAT, {"messages": HI}, "session_id", 7),
+    *((CHAT, {"tools": tools, "tool_choice": bad}, "tool_choice", "") for tools, bad in (
+        ([], "required"), ([TOOL], "always"), ([TOOL], OTHER), ([TOOL], {"type": "function"}),
+    )),
+    (CHAT, {"response_format": SCHEMA}, "response_format.json_schema", "schema"),
+    (CHAT, {"response_format": {**SCHEMA, "json_schema": {"schema": 5}}}, "response_format.json_schema.schema",
+     "JSON schema"),
+    *((path, more, param, "requires itself without an end") for path, more, param in (
+        (CHAT, {"response_format": {**SCHEMA, "json_schema": {"schema": ENDLESS}}}, "response_format.json_schema"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": ENDLESS}}],
+                "tool_choice": "required"}, "tools"),
+        (MESSAGES, {"output_config": {"format": {"schema": ENDLESS}}}, "output_config.format"),
+        (RESPONSES, {"text": {"format": {**SCHEMA, "schema": ENDLESS}}}, "text.format"),
+    )),
+    *((CHAT, {name: bad}, name, f"{name}={bad!r}: {SHORT_NAME}") for name, bad in (
+        *((name, bad) for name in ("cache_salt", "extra_key") for bad in (7, "", {}, [], 0.5)), ("extra_key", ["a", 7]),
+    )),
+    *((path, {name: bad}, name, SHORT_NAME) for path in (CHAT, MESSAGES, RESPONSES, HINTS) for name, bad in (
+        ("cache_salt", 7), ("session_id", 7), ("cache_salt", "x" * 5000), ("extra_key", ["x" * 257]),
+        ("session_id", "x" * 257),
+    )),
+    *((MESSAGES, more, param, "") for more, param in (
+        ({"max_tokens": 0}, "max_tokens"), ({"temperature": "hot"}, "temperature"), ({"n": 2}, "n"),
+        ({"stop_sequences": [""]}, "stop_sequences"), ({"messages": []}, "messages"),
+        ({"output_config": {"format": {"schema": 5}}}, "output_config.format.schema"),
+        ({"tool_choice": {"type": "tool", "name": "other"}, "tools": [{"name": "f"}]}, "tool_choice"),
+        *(({"messages": [{"role": role, "content": [bad]}]}, param) for role, bad, param in (
+            ("user", {"type": "text"}, "messages.0.content"),
+            ("user", {"type": "tool_result", "content": [{"type": 5}]}, "messages.0.content"),
+            ("assistant", {"type": "tool_use", "input": {}}, "messages.0.tool_calls.0.function.name"),
+        )),
+    )),
+    *((RESPONSES, more, param, "") for more, param in (
+        ({"max_output_tokens": 0}, "max_output_tokens"), ({"n": 2}, "n"), ({"top_logprobs": 3}, "top_logprobs"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": SCHEMA}}, "text.format.schema"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"),
+        ({"tools": [{"type": "function", "name": ""}]}, "tools.name"),
+        ({"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom"}]}]}, "tools.name"),
+        ({"tool_choice": {"type": "function", "name": "other"}, "tools": [FLAT]}, "tool_choice"),
+        *(({"input": bad}, param) for bad, param in (
+            ([], "input"), ([{"role": "user", "content": [{"type": "input_text"}]}], "input.0.content"),
+            ([{"role": "robot", "content": ""}], "input.0.role"), ([{"role": "user"}], "input.0.content"),
+            ([{"type": "function_call", "name": "f"}], "input.0.call_id"),
+        )),
     )),
     (RUNS, {"inputs": 5}, "inputs", "inputs: Input should be an object"),
-    *((RUNS, {"inputs": ASK, "reuse": bad}, "reuse", REUSE) for bad in (5, "fast", {"first": "fast"}, [])),
-    (FLOWS, {"name": "x", "agents": [{"id": "a", "user": "x"}], "topology": 5}, "workflow: topology",
-     "workflow: topology=5: Input should be a mapping"),
+    *((RUNS, {name: bad}, name, "") for name, bad in (("turns", 1), ("stream", "yes"))),
+    *((RUNS, {"reuse": bad}, "reuse", REUSE) for bad in (5, "fast", {"first": "fast"}, [])),
+    *((RUNS, {"inputs": bad}, param, said) for bad, param, said in (
+        ({}, "inputs.user_question", f"inputs.user_question=None: {NEEDED}"),
+        *(({"user_question": blank}, "inputs.user_question", f"inputs.user_question={blank!r}: {NEEDED}")
+          for blank in ("", " \n")),
+        ({"user_question": "\udc00"}, "inputs.user_question",
+         "inputs.user_question='\\udc00': has half of a surrogate pair"),
+        ({**ASK, "other": "x"}, "inputs", "inputs='other': the workflow has only user_question"),
+        ({"user_question": 5}, "inputs", "inputs.user_question: Input should be a valid string"),
+    )),
+    (FLOWS, {"topology": 5}, "workflow: topology", "workflow: topology=5: Input should be a mapping"),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    with EchoEngine() as engine, serving(engine, ServerSettings()) as running, running.http() as opened:
+    with (
+        EchoEngine() as engine,
+        serving(engine, ServerSettings(tool_call_parser="hermes")) as running,
+        running.http() as opened,
+    ):
         opened.post(FLOWS, content=FLOW, headers=YAML).raise_for_status()
         yield opened
+        assert opened.get("/v1/runs").json()["data"] == []
         running.wait_quiet()
         assert not engine.requests, "nothing of all this came to the engine"
-
-
-@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, HINTS])
-def test_a_long_name_that_separates_caches_is_refused(http: httpx.Client, path: str) -> None:
-    asked = {RESPONSES: {"input": "x"}, HINTS: {}}.get(path, {"messages": HI, "max_tokens": 5})
-    for name, bad in (("cache_salt", "x" * 5000), ("extra_key", ["x" * 257]), ("session_id", "x" * 257)):
-        error = error_of(post(http, path, {**asked, name: bad}))
-        assert error.get("param") == name and SHORT_NAME in error["message"] and len(error["message"]) < 200
 
 
 def post(http: httpx.Client, path: str, body: object) -> httpx.Response:
@@ -108,12 +181,15 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize(("path", "body", "param", "message"), WRONG)
-def test_an_error_names_the_field_and_what_is_accepted(
-    http: httpx.Client, path: str, body: object, param: str | None, message: str
+@pytest.mark.parametrize(("path", "body", "param", "said"), WRONG)
+def test_an_error_names_the_field_that_was_sent_and_what_is_accepted(
+    http: httpx.Client, path: str, body: object, param: str | None, said: str
 ) -> None:
-    error = error_of(post(http, path, body))
-    assert (error["param"], error["message"]) == (param, message)
+    answer = post(http, path, {**LEAST[path], **body} if isinstance(body, dict) else body)
+    error = error_of(answer)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error"), answer.text
+    assert said in error["message"] and len(error["message"]) < 300
+    assert answer.json().get("type") == ("error" if path == MESSAGES else None)
 
 
 def test_a_header_is_named_as_it_was_sent(http: httpx.Client) -> None:
@@ -135,37 +211,10 @@ NOISE = re.compile(r"\bstr\b|\bint\b|list\[|literal\[|function-|dictionary|insta
 @pytest.mark.parametrize("value", ODD, ids=str)
 def test_no_message_speaks_of_pythons_types(http: httpx.Client, path: str, field: str, value: object) -> None:
     # Another field is wrong in each, so that nothing runs where the value is none that is refused.
-    least = {TEXT: {"prompt": "x", "n": 0}, CHAT: {"messages": HI, "n": 0}, RUNS: {"inputs": {}}}[path]
+    least = {"inputs": {}} if path == RUNS else {**LEAST[path], "n": 0}
     error = error_of(post(http, path, {**least, field: value}))
     assert not NOISE.search(error["message"]), error["message"]
     assert error["message"].startswith((error["param"], "inputs"))
-
-
-# the inputs of a run --------------------------------------------------------------------------------------------------
-
-NEEDED = "a run needs a text that is not blank"
-INPUTS = [
-    ({}, "inputs.user_question", f"inputs.user_question=None: {NEEDED}"),
-    ({"user_question": ""}, "inputs.user_question", f"inputs.user_question='': {NEEDED}"),
-    ({"user_question": " \n"}, "inputs.user_question", f"inputs.user_question=' \\n': {NEEDED}"),
-    (
-        {"user_question": "\udc00"},
-        "inputs.user_question",
-        "inputs.user_question='\\udc00': has half of a surrogate pair",
-    ),
-    ({**ASK, "other": "x"}, "inputs", "inputs='other': the workflow has only user_question"),
-    ({"user_question": 5}, "inputs", "inputs.user_question: Input should be a valid string"),
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("inputs", "param", "message"), INPUTS)
-def test_wrong_inputs_are_refused_before_a_run_begins(
-    http: httpx.Client, inputs: object, param: str, message: str, stream: bool
-) -> None:
-    error = error_of(post(http, RUNS, {"inputs": inputs, "stream": stream}))
-    assert (error["param"], error["message"]) == (param, message)
-    assert http.get("/v1/runs").json()["data"] == []
 
 
 # large bodies ---------------------------------------------------------------------------------------------------------

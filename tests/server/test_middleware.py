@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,13 +17,13 @@ from fastapi import FastAPI
 from kedge.engine.echo import EchoEngine
 from kedge.engine.process.engine import ProcessEngine
 from kedge.server import middleware
+from kedge.server.app import GracefulServer
 from kedge.server.logs import Seldom
 from kedge.server.middleware import BoundedConnection, HostCheck
 from kedge.server.service import Service
 from kedge.server.tenancy import load_keys
 from kedge.settings import LimitSettings, ServerSettings
-from tests.server.conftest import FLOW, PATIENCE, Served, serving, wait_until
-from tests.server.test_shutdown import Ending
+from tests.server.conftest import FLOW, Served, serving, wait_until
 from tests.server.test_tenancy import VARIABLE, A
 
 TEXT, FLOWS, RUNS = "/v1/completions", "/v1/workflows", "/v1/workflows/pair/runs"
@@ -64,17 +63,9 @@ def test_a_call_must_name_one_host_that_is_trusted(
     assert [hosts.trusts(call) for call in calls] == [trusted] * len(calls)
 
 
-@pytest.fixture(scope="module")
-def open_to_tools() -> Iterator[Served]:
-    """As careless as it gets: no keys, and tools."""
-    with EchoEngine() as engine, serving(engine, ServerSettings(tools=True)) as running:
-        yield running
-
-
 @pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("GET", "/nothing"), ("POST", TEXT)])
-def test_a_call_by_another_name_is_refused(open_to_tools: Served, method: str, path: str) -> None:
-    with open_to_tools.http() as http:
-        answer = http.request(method, path, headers={"Host": "evil.example:8000"})
+def test_a_call_by_another_name_is_refused(http: httpx.Client, method: str, path: str) -> None:
+    answer = http.request(method, path, headers={"Host": "evil.example:8000"})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (421, "Host", "untrusted_host")
     assert "evil.example:8000" in error["message"]
@@ -99,13 +90,14 @@ def test_a_name_that_is_allowed_is_answered() -> None:
 
 @pytest.mark.parametrize("kind", SIMPLE)
 @pytest.mark.parametrize("path", [TEXT, "/v1/chat/completions", "/v1/hints", RUNS, FLOWS])
-def test_a_body_that_a_browser_sends_unasked_is_refused(open_to_tools: Served, path: str, kind: str | None) -> None:
+def test_a_body_that_a_browser_sends_unasked_is_refused(
+    http: httpx.Client, served: Served, path: str, kind: str | None
+) -> None:
     headers = {} if kind is None else {"Content-Type": kind}
-    with open_to_tools.http() as http:
-        answer = http.post(path, content=b'{"prompt": "x", "inputs": {"user_question": "x"}}', headers=headers)
+    answer = http.post(path, content=b'{"prompt": "x", "inputs": {"user_question": "x"}}', headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
     assert repr(kind or "") in answer.json()["error"]["message"]
-    assert not open_to_tools.engine.requests
+    assert not served.engine.requests
 
 
 @pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/x+json"])
@@ -130,28 +122,12 @@ def test_a_browser_that_asks_first_is_allowed_nothing(http: httpx.Client, path: 
 CHAT = "/v1/chat/completions"
 
 
-class Running(Ending):
-    """The same for callers with and without a key."""
-
-    def __init__(self, engine: EchoEngine | ProcessEngine, grace: float = 1.0) -> None:
-        super().__init__(engine, grace, keys=load_keys(None, VARIABLE, LimitSettings()), key=A)
-
-    def connect(self, sent: bytes = b"") -> socket.socket:
-        opened = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
-        opened.sendall(sent)
-        return opened
-
-    def end(self) -> None:
-        super().end()
-        assert self.joined()
-
-
 @pytest.fixture
-def running() -> Iterator[Running]:
-    with EchoEngine() as engine:
-        one = Running(engine)
+def running() -> Iterator[Served]:
+    """For callers with and without a key."""
+    keys = load_keys(None, VARIABLE, LimitSettings())
+    with EchoEngine() as engine, serving(engine, ServerSettings(grace=1), keys, build=GracefulServer) as one:
         yield one
-        one.end()
 
 
 def head(path: str, *lines: str) -> bytes:
@@ -168,7 +144,7 @@ def head(path: str, *lines: str) -> bytes:
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/hints", "/v1/workflows", "/nothing"])
-def test_a_body_is_not_read_before_key_and_host(running: Running, path: str, lines: list[str], status: bytes) -> None:
+def test_a_body_is_not_read_before_key_and_host(running: Served, path: str, lines: list[str], status: bytes) -> None:
     with running.connect(head(path, *lines, "Content-Length: 4000000")) as opened:  # whose body never comes
         answer = opened.recv(4096)
         while not answer.endswith(b"}"):
@@ -177,14 +153,14 @@ def test_a_body_is_not_read_before_key_and_host(running: Running, path: str, lin
     assert (b'"type":"error"' in answer) == (path == "/v1/messages")
 
 
-def test_a_request_of_two_lengths_is_refused(running: Running) -> None:
+def test_a_request_of_two_lengths_is_refused(running: Served) -> None:
     lines = ["Host: localhost", f"Authorization: Bearer {A}", "Content-Length: 5", "Transfer-Encoding: chunked"]
     with running.connect(head(CHAT, *lines) + b"0\r\n\r\n") as opened:
         assert opened.recv(4096).split()[1] == b"400"
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT", b"POST /v1/hints HTTP/1.1\r\nHost: local"])
-def test_half_a_head_is_waited_for_only_so_long(running: Running, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_head_is_waited_for_only_so_long(running: Served, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BoundedConnection, "head_seconds", 0.05)
     with running.connect(sent) as opened:
         assert opened.recv(100) == b""
@@ -195,10 +171,10 @@ def test_half_a_head_is_waited_for_only_so_long(running: Running, sent: bytes, m
             pass
 
 
-def test_many_half_requests_keep_nobody_out(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_half_requests_keep_nobody_out(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "most_connections", lambda: 20)
     opened = [running.connect(b"GET / HTTP/1.1\r\nHost: lo") for _ in range(60)]
-    with running.client() as http:
+    with running.http(A) as http:
         assert [http.get("/health").status_code for _ in range(3)] == [200] * 3
     wait_until(lambda: len(running.server.server_state.connections) <= 21)
     for one in opened:
@@ -206,8 +182,8 @@ def test_many_half_requests_keep_nobody_out(running: Running, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models"])
-def test_a_head_is_answered_like_a_get_without_its_body(running: Running, path: str) -> None:
-    with running.client() as http:
+def test_a_head_is_answered_like_a_get_without_its_body(running: Served, path: str) -> None:
+    with running.http(A) as http:
         answer = http.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
         assert answer.headers["content-type"] == http.get(path).headers["content-type"]
@@ -235,25 +211,25 @@ def test_a_server_whose_engine_hangs_says_so_and_ends(monkeypatch: pytest.Monkey
     monkeypatch.setattr("kedge.server.app.MARGIN_SECONDS", 0.5)
     monkeypatch.setattr(Service.watch, "__defaults__", (0.05, 0.5))
     monkeypatch.setattr(Service.shut, "__defaults__", (0.2,))
-    engine = ProcessEngine(partial(EchoEngine, delay_s=0.01))
-    running = Running(engine, grace=0.2)
-    try:
-        with running.client() as http:
-            assert http.get("/health").status_code == 200
-            body = {"prompt": "x", "max_tokens": 5000, "ignore_eos": True}
-            threading.Thread(target=lambda: http.post("/v1/completions", json=body), daemon=True).start()
-            wait_until(lambda: bool(running.service.calls))
-            time.sleep(0.7)
-            assert http.get("/health").status_code == 200, "it takes its time, and steps"
-            os.kill(engine.pid, signal.SIGSTOP)
-            with running.client() as other:
-                wait_until(lambda: other.get("/health").status_code == 503)
-                assert "hung" in other.get("/health").json()["error"]["message"]
-            os.kill(engine.pid, signal.SIGCONT)
-            with running.client() as other:
-                wait_until(lambda: other.get("/health").status_code == 200)
-            os.kill(engine.pid, signal.SIGSTOP)
-            running.end()
-    finally:
-        engine.close()
+    with (
+        ProcessEngine(partial(EchoEngine, delay_s=0.01)) as engine,
+        serving(engine, ServerSettings(grace=0.2), build=GracefulServer) as running,
+        running.http() as http,
+    ):
+        assert http.get("/health").status_code == 200
+        body = {"prompt": "x", "max_tokens": 5000, "ignore_eos": True}
+        threading.Thread(target=lambda: http.post("/v1/completions", json=body), daemon=True).start()
+        wait_until(lambda: bool(running.service.calls))
+        time.sleep(0.7)
+        assert http.get("/health").status_code == 200, "it takes its time, and steps"
+        os.kill(engine.pid, signal.SIGSTOP)
+        with running.http() as other:
+            wait_until(lambda: other.get("/health").status_code == 503)
+            assert "hung" in other.get("/health").json()["error"]["message"]
+        os.kill(engine.pid, signal.SIGCONT)
+        with running.http() as other:
+            wait_until(lambda: other.get("/health").status_code == 200)
+        os.kill(engine.pid, signal.SIGSTOP)
+        running.end()
+        assert running.has_ended()
     assert engine._process.returncode == -signal.SIGKILL

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
+from typing import Self
 
 import httpx
 import pytest
@@ -147,6 +148,14 @@ class Process:
         self.lines: list[str] = []
         self.http = httpx.Client(base_url=re.search(r"http://\S+", self.until("running on http"))[0], timeout=60)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.watchdog.cancel()
+        self.popen.kill()
+        self.popen.communicate()
+
     def until(self, text: str) -> str:
         """Read the log up to a line with this text."""
         assert self.popen.stderr
@@ -157,20 +166,9 @@ class Process:
         raise AssertionError(f"it ended without {text!r}: {self.lines}")
 
 
-@contextmanager
-def process(code: str, *args: str, folder: Path) -> Iterator[Process]:
-    running = Process(code, *args, folder=folder)
-    try:
-        yield running
-    finally:
-        running.watchdog.cancel()
-        running.popen.kill()
-        running.popen.communicate()
-
-
 @linux_only
 def test_neither_a_tool_nor_the_code_that_it_runs_keeps_the_process(tmp_path: Path) -> None:
-    with process(MORTAL, "--tools", folder=tmp_path) as running:
+    with Process(MORTAL, "--tools", folder=tmp_path) as running:
         running.http.post("/v1/workflows", content=HANGS, headers=YAML).raise_for_status()
         sleeps = {"inputs": {"user_question": "?"}}
         events = running.http.post("/v1/workflows/hangs/runs", json=sleeps).json()["events"]
@@ -196,19 +194,13 @@ agents:
 SERVE = "from kedge.cli.main import app; app()"
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_model("llama").save_pretrained(folder)
-    tiny_tokenizer().inner.save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.slow
-def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path, tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    args = (str(model_folder), "--state", str(state))
-    with process(SERVE, *args, folder=tmp_path) as running:
+def test_a_server_that_is_killed_comes_back_with_its_anchors(tmp_path: Path) -> None:
+    model, state = tmp_path / "tiny", tmp_path / "state"
+    tiny_model("llama").save_pretrained(model)
+    tiny_tokenizer().inner.save_pretrained(model)
+    args = (str(model), "--state", str(state))
+    with Process(SERVE, *args, folder=tmp_path) as running:
         running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         for question in ("one and two", "three and four"):
             body = {"inputs": {"user_question": question}, "stream": True, "reuse": "translate"}
@@ -217,7 +209,7 @@ def test_a_server_that_is_killed_comes_back_with_its_anchors(model_folder: Path,
         running.popen.send_signal(signal.SIGKILL)
         assert running.popen.wait(60) == -signal.SIGKILL
     shutil.copytree(state, tmp_path / "copy")
-    with process(SERVE, *args, folder=tmp_path) as running:
+    with Process(SERVE, *args, folder=tmp_path) as running:
         assert any("loaded 2 pools" in line for line in running.lines)
         running.http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         with running.http.stream(

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kedge import LocalEngine
 from kedge.settings import EngineSettings, ServerSettings
-from tests.server.conftest import Served, serving
-from tests.server.talking import TEMPLATE
+from tests.server.conftest import TEMPLATE, Served, serving
 
 MODEL = "kedge-nano"
 ASK: Any = [{"role": "user", "content": "Which one?"}]
@@ -142,26 +141,20 @@ def form(schema: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "why"),
+    ("fields", "why"),
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "schema"),
-        ({"response_format": form(5)}, ".schema", "JSON schema"),
-        *(({"response_format": form(schema)}, "response_format", why) for schema, why in (
-            ({"type": "wat"}, "Invalid type: wat"),
-            ({"$ref": "http://127.0.0.1/x"}, "not present"),
-            ({"type": "string", "pattern": "(?=x)"}, "look-around"),
-            ({"const": "x" * 300_000}, "at most"),
-        )),
-        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "response_format", "ignore_eos"),
-        *(({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": kind}}}],
-           "tool_choice": "required"}, "tools", "parameters must be object") for kind in (5, "string")),
+        ({"response_format": form({"type": "wat"})}, "Invalid type: wat"),
+        ({"response_format": form({"$ref": "http://127.0.0.1/x"})}, "not present"),
+        ({"response_format": form({"type": "string", "pattern": "(?=x)"})}, "look-around"),
+        ({"response_format": form({"const": "x" * 300_000})}, "at most"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_followed_is_named(running: Served, fields: dict[str, Any], param: str, why: str) -> None:
+)
+def test_what_cannot_be_followed_is_named(running: Served, fields: dict[str, Any], why: str) -> None:
     answer = running.http().post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 5, **fields})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert error["param"].endswith(param) and why in error["message"], error
+    assert error["param"].endswith("response_format") and why in error["message"], error
 
 
 def test_the_server_goes_on_after_hostile_schemas(client: openai.OpenAI) -> None:

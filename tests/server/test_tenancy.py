@@ -98,13 +98,6 @@ def test_metrics_are_a_tenants_own_but_for_the_operator(two: Served) -> None:
 # limits ---------------------------------------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_requests_in_flight() -> None:
     meter = Meter(LimitSettings(requests_in_flight=2))
     with pytest.raises(RequestError, match="n=3"):
@@ -118,16 +111,16 @@ def test_requests_in_flight() -> None:
 
 
 def test_tokens_per_minute() -> None:
-    clock = Clock()
-    meter = Meter(LimitSettings(tokens_per_minute=60), clock)
+    now = [0.0]
+    meter = Meter(LimitSettings(tokens_per_minute=60), lambda: now[0])
     meter.admit(1)
     meter.tokens.use(79)
     with pytest.raises(LimitReached) as caught:
         meter.admit(1)
     assert caught.value.retry_after == 20
-    clock.now = caught.value.retry_after
+    now[0] = caught.value.retry_after
     meter.admit(1)
-    clock.now = 1000
+    now[0] = 1000
     meter.tokens.use(10)
     assert meter.tokens.level == 50, "a minute's worth is all that is saved up"
 
@@ -201,16 +194,18 @@ def test_tenants_are_those_who_may_generate_and_without_keys_everyone_is_one() -
 def test_a_bad_file_is_an_error_that_shows_no_key(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_keys(file, None, LimitSettings())
-    assert "sk-secret" not in str(caught.value)
+    assert "sk-secret" not in error_of(file, None)
 
 
 @pytest.mark.parametrize("text", ["acme", "acme:sk-secret", f":{hashed(A)}", f"a:{hashed(A)},b:{hashed(A)}"])
 def test_a_bad_variable_is_an_error_that_shows_no_key(text: str) -> None:
+    assert "sk-secret" not in error_of(None, text)
+
+
+def error_of(file: Path | None, text: str | None) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_keys(None, text, LimitSettings())
-    assert "sk-secret" not in str(caught.value)
+        load_keys(file, text, LimitSettings())
+    return str(caught.value)
 
 
 def test_a_salt_never_leads_into_another_tenants_namespace() -> None:

@@ -18,8 +18,7 @@ from kedge.errors import EngineClosed
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings, ServerSettings
 from kedge.types import GenerateRequest, SamplingParams, Segment
-from tests.server.conftest import Served, serving
-from tests.server.talking import TEMPLATE
+from tests.server.conftest import TEMPLATE, Served, serving
 from tests.server.test_structured_output import ASK, Order, Part
 
 MODEL = "kedge-nano"

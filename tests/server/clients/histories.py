@@ -11,14 +11,6 @@ from typing import Any, NamedTuple
 
 import anthropic
 import openai
-from langchain_core.messages import AIMessage, HumanMessage, RemoveMessage, SystemMessage
-from langchain_core.tools import tool
-from langchain_core.utils.function_calling import convert_to_openai_tool
-from langchain_openai import ChatOpenAI
-from langgraph.checkpoint.memory import InMemorySaver
-from langgraph.graph import START, MessagesState, StateGraph
-from langgraph.graph.message import REMOVE_ALL_MESSAGES
-from langgraph.prebuilt import ToolNode, tools_condition
 
 from tests.coding_clients import CLAUDE_CODE, CODEX, EPHEMERAL, claude_code, codex
 from tests.server.conftest import Served
@@ -49,8 +41,8 @@ class Made(NamedTuple):
 class Client:
     """A client in a conversation, which `begin` begins.
 
-    `ask` sends it and takes the answer into it, or raises `Overflow`; `cut_off` sends it, and hangs up when some of the
-    answer has come, which it returns.
+    `written` is a message as the client has it. `ask` sends the conversation and takes the answer into it, or raises
+    `Overflow`; `cut_off` sends it, and hangs up when some of the answer has come, which it returns.
     """
 
     image_kind: str
@@ -58,6 +50,7 @@ class Client:
     tools: Sequence[dict[str, Any]] = (WEATHER,)
     calls: Sequence[tuple[str, dict[str, Any]]] = (("weather", {"town": "Åbo"}), ("weather", {}))
     begin: Any
+    written: Any
     ask: Any
     cut_off: Any
 
@@ -67,11 +60,6 @@ class Client:
         self.history: list[Any] = []
         self.read: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
         self.begin()
-
-    def written(self, role: str, text: str, picture: Any, call: Made | None) -> Any:
-        """A message as the client has it: OpenAI's, with the text, a picture, and the call that it answers."""
-        content = [{"type": "text", "text": text}, picture] if picture else text
-        return {"role": role, "content": content, **({"tool_call_id": call.id} if call else {})}
 
     def say(self, role: str, text: str, *, image: bool = False, call: Made | None = None) -> None:
         """Add a message; late instructions are the system's."""
@@ -104,13 +92,6 @@ class Client:
         ]
         self.read.append({"role": role, "content": content, **({"tool_calls": made} if made else {})})
 
-    def hang_up(self, path: str, body: Any, headers: dict[str, str], take: Any) -> str:
-        """The first that there is to `take` of a streamed answer's events, of which the rest is not read."""
-        with self.http.stream("POST", path, json=body, headers=headers) as answer:
-            assert answer.status_code == 200, answer.read()
-            events = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
-            return next(found for found in map(take, events) if found)
-
     def image(self, shown: bool) -> str:
         """What the model reads of an image."""
         return f"[{self.image_kind}: this model reads text only]" if shown else ""
@@ -123,29 +104,35 @@ class Client:
 # Anthropic's protocol -------------------------------------------------------------------------------------------------
 
 
-class AnthropicSdk(Client):
-    """The package `anthropic`."""
+class ClaudeCode(Client):
+    """Claude Code, with the package `anthropic`: reminders beside what its user says, thoughts in its history, caches
+    marked.
+    """
 
     image_kind = "image"
-    reminder = ""
-    headers: dict[str, str] = {}
-    thoughts: Sequence[dict[str, Any]] = ()
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
 
     def begin(self) -> None:
-        url, headers = self.served.url, self.headers
-        self.sdk = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, default_headers=headers)
-        self.api: Any = self.sdk.messages
+        url = self.served.url
+        self.sdk = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, default_headers=CLAUDE_CODE)
+        own = claude_code(MODEL, 2000)
+        own["extra_body"] = {"temperature": own.pop("temperature")}  # no argument of the package
+        del own["stream"]
+        marked = {"type": "text", "text": SYSTEM, "cache_control": {**EPHEMERAL, "ttl": "1h"}}
         tools = [{**{key: one[key] for key in ("name", "description")}, "input_schema": one["parameters"]}
                  for one in self.tools]  # fmt: skip
-        self.body: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "system": SYSTEM, "tools": tools}
+        more = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+                "output_config": {"effort": "medium"}}  # fmt: skip
+        self.body = {**own, **more, "system": [*own["system"], marked], "tools": tools}
+        self.read[0]["content"] = "".join(one["text"] for one in self.body["system"])
 
     def say(self, role: str, text: str, *, image: bool = False, call: Made | None = None) -> None:  # noqa: ARG002
         pictures, said = [self.picture] if image else [], {"type": "text", "text": text}
         if role == "user":
-            first, said = {"type": "text", "text": self.reminder}, {**said, "cache_control": EPHEMERAL}
-            self.history.append({"role": role, "content": [first, *pictures, said]})
-            text = self.reminder + self.image(image) + text
+            reminder = "<system-reminder>As you answer, use this context.</system-reminder>\n"
+            said["cache_control"] = EPHEMERAL
+            self.history.append({"role": role, "content": [{"type": "text", "text": reminder}, *pictures, said]})
+            text = reminder + self.image(image) + text
         else:
             self.history.append({"role": role, "content": [said]})
         self.seen(role, text)
@@ -159,58 +146,39 @@ class AnthropicSdk(Client):
         self.history.append({"role": "user", "content": content})
 
     def ask(self, *, stream: bool) -> None:
-        given = self._whole()
-        told = {name: given[name] for name in ("model", "messages", "system", "tools", "thinking") if name in given}
-        counted = self.api.count_tokens(**told).input_tokens
+        api, given = self.sdk.beta.messages, self._whole()
+        told = {name: given[name] for name in ("model", "messages", "system", "tools", "thinking")}
+        counted = api.count_tokens(**told).input_tokens
         try:
             if stream:
-                with self.api.stream(**given) as events:
+                with api.stream(**given) as events:
                     answer = events.get_final_message()
             else:
-                answer = self.api.create(**given)
+                answer = api.create(**given)
         except anthropic.BadRequestError as error:
             assert f"prompt is too long: {counted} tokens > 8192 maximum" in str(error)
             raise Overflow from error
         assert counted == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
         self.made = [Made(one.id, one.name, dict(one.input)) for one in answer.content if one.type == "tool_use"]
-        self.history.append({"role": "assistant", "content": [*self.thoughts, *answer.content]})
+        thought = {"type": "thinking", "thinking": "Hm.", "signature": "EqQBCkYIBBgC"}
+        self.history.append({"role": "assistant", "content": [thought, *answer.content]})
         self.seen("assistant", "".join(one.text for one in answer.content if one.type == "text"), self.made)
 
     def cut_off(self) -> str:
-        with self.api.stream(**self._whole()) as events:
+        with self.sdk.beta.messages.stream(**self._whole()) as events:
             return next(events.text_stream)
 
-    def _whole(self) -> dict[str, Any]:
+    def _whole(self) -> Any:
         return {**self.body, "messages": self.history}
-
-
-class ClaudeCode(AnthropicSdk):
-    """Claude Code: streams always, reminders beside what its user says, thoughts in its history, caches marked."""
-
-    reminder = "<system-reminder>As you answer, use this context.</system-reminder>\n"
-    headers = CLAUDE_CODE
-    thoughts = ({"type": "thinking", "thinking": "Hm.", "signature": "EqQBCkYIBBgC"},)
-
-    def begin(self) -> None:
-        super().begin()
-        own = claude_code(MODEL, 2000)
-        own["extra_body"] = {name: own.pop(name) for name in ("stream", "temperature")}  # no argument of the package
-        marked = {"type": "text", "text": SYSTEM, "cache_control": {**EPHEMERAL, "ttl": "1h"}}
-        more = {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-                "output_config": {"effort": "medium"}}  # fmt: skip
-        self.body = {**own, **more, "system": [*own["system"], marked], "tools": self.body["tools"]}
-        self.api = self.sdk.beta.messages
-        self.read[0]["content"] = "".join(one["text"] for one in self.body["system"])
-
-    def ask(self, *, stream: bool) -> None:  # noqa: ARG002
-        super().ask(stream=True)
 
 
 # OpenAI's chats -------------------------------------------------------------------------------------------------------
 
 
 class OpenAiSdk(Client):
-    """The package `openai`, with chat completions."""
+    """The package `openai`, with chat completions. It sends answers again with fields of litellm's own and, where they
+    were not streamed, nulls, as LangChain does; tools' results have names.
+    """
 
     image_kind = "image_url"
     picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
@@ -220,7 +188,9 @@ class OpenAiSdk(Client):
         self.history = [{"role": "system", "content": SYSTEM}]
 
     def written(self, role: str, text: str, picture: Any, call: Made | None) -> Any:
-        return super().written("developer" if role == "system" else role, text, picture, call)
+        content = [{"type": "text", "text": text}, picture] if picture else text
+        more = {"tool_call_id": call.id, "name": call.name} if call else {}
+        return {"role": "developer" if role == "system" else role, "content": content, **more}
 
     def _whole(self) -> Any:
         return {"model": MODEL, "messages": self.history, "tools": self.shown(), "max_tokens": 2000}
@@ -235,96 +205,15 @@ class OpenAiSdk(Client):
         except openai.BadRequestError as error:
             assert error.code == "context_length_exceeded"
             raise Overflow from error
-        said = message.model_dump(exclude_none=True)
+        said = message.model_dump(exclude_none=stream)
         functions = [(one["id"], one["function"]) for one in said.get("tool_calls") or ()]
         self.made = [Made(number, one["name"], json.loads(one["arguments"])) for number, one in functions]
-        self.history.append(self.replayed(said))
+        self.history.append({**said, "provider_specific_fields": {"refusal": None, "thinking_blocks": None}})
         self.seen("assistant", said.get("content") or "", self.made)
 
     def cut_off(self) -> str:
         with self.sdk.chat.completions.create(**self._whole(), stream=True) as events:
             return next(text for one in events if (text := one.choices[0].delta.content))
-
-    def replayed(self, message: dict[str, Any]) -> dict[str, Any]:
-        """An answer as it is sent again."""
-        return message
-
-
-class LiteLlm(OpenAiSdk):
-    """litellm 1.110, as it sends its requests: tools' results have names, and answers fields of litellm's own."""
-
-    def written(self, role: str, text: str, picture: Any, call: Made | None) -> Any:
-        return super().written(role, text, picture, call) | ({"name": call.name} if call else {})
-
-    def replayed(self, message: dict[str, Any]) -> dict[str, Any]:
-        kept = {name: value for name, value in message.items() if name != "refusal"}
-        return {**kept, "provider_specific_fields": {"refusal": None, "citations": None, "thinking_blocks": None}}
-
-
-class LangGraph(OpenAiSdk):
-    """A graph of a model and its tools that stops before these, with `langchain_openai`; its checkpoints are the
-    history, and `history` what is new.
-    """
-
-    config: Any = {"configurable": {"thread_id": "t"}}
-
-    def begin(self) -> None:
-        @tool
-        def weather(town: str = "here") -> Any:  # noqa: ARG001
-            """Tells the weather."""
-            return self.returned.pop(0)
-
-        self.returned: list[Any] = []
-        self.history = [SystemMessage(SYSTEM)]
-        self.tools = [convert_to_openai_tool(weather)["function"]]
-        base = f"{self.served.url}/v1"
-        model = ChatOpenAI(base_url=base, api_key="none", model=MODEL, max_retries=0, max_tokens=2000)
-        bound = model.bind_tools([weather])
-        building = StateGraph(MessagesState)
-        building.add_node("agent", lambda state: {"messages": [bound.invoke(state["messages"])]})
-        building.add_node("tools", ToolNode([weather]))
-        building.add_edge(START, "agent")
-        building.add_conditional_edges("agent", tools_condition)
-        building.add_edge("tools", "agent")
-        self.graph = building.compile(checkpointer=InMemorySaver(), interrupt_before=["tools"])
-
-    def written(self, role: str, text: str, picture: Any, call: Made | None) -> Any:  # noqa: ARG002
-        kinds = {"user": HumanMessage, "system": SystemMessage, "assistant": AIMessage}
-        return kinds[role]([{"type": "text", "text": text}, picture] if picture else text)
-
-    def results(self, texts: Sequence[str], *, image: bool = False) -> None:
-        for text in texts:
-            self.returned.append([{"type": "text", "text": text}, self.picture] if image else text)
-            self.seen("tool", text + self.image(image))
-
-    def ask(self, *, stream: bool) -> None:
-        given: Any = {"messages": self.history} if self.history else None
-        try:
-            if stream:
-                for _ in self.graph.stream(given, self.config, stream_mode="messages"):
-                    pass
-            else:
-                self.graph.invoke(given, self.config)
-        except openai.BadRequestError as error:
-            assert error.code == "context_length_exceeded"
-            raise Overflow from error
-        self.history = []
-        answer = self.graph.get_state(self.config).values["messages"][-1]
-        assert isinstance(answer, AIMessage)
-        self.made = [Made(str(one["id"]), one["name"], one["args"]) for one in answer.tool_calls]
-        self.seen("assistant", answer.text, self.made)
-
-    def cut_off(self) -> str:
-        events = self.graph.stream({"messages": self.history}, self.config, stream_mode="messages")
-        partial = next(chunk.text for chunk, _ in events if chunk.text)
-        events.close()
-        self.history = []
-        return partial
-
-    def compact(self, summary: str) -> None:
-        del self.read[1:]
-        self.history = [RemoveMessage(id=REMOVE_ALL_MESSAGES), SystemMessage(SYSTEM)]
-        self.say("user", summary)
 
 
 # OpenAI's responses ---------------------------------------------------------------------------------------------------
@@ -396,8 +285,10 @@ class Codex(Client):
         self._take([one["item"] for one in events if one["type"] == "response.output_item.done"])
 
     def cut_off(self) -> str:
-        take: Any = lambda one: one["type"] == "response.output_text.delta" and one["delta"]  # noqa: E731
-        return self.hang_up("/v1/responses", {**self._whole(), "stream": True}, CODEX, take)
+        body = {**self._whole(), "stream": True}
+        with self.http.stream("POST", "/v1/responses", json=body, headers=CODEX) as answer:
+            events = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: "))
+            return next(one["delta"] for one in events if one["type"] == "response.output_text.delta")
 
     def abort(self) -> str:
         partial = super().abort()

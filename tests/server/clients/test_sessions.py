@@ -19,21 +19,10 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.echo import EchoEngine
 from kedge.settings import ServerSettings
 from kedge.types import Tokens
-from tests.server.clients.histories import (
-    AnthropicSdk,
-    ClaudeCode,
-    Client,
-    Codex,
-    LangGraph,
-    LiteLlm,
-    OpenAiSdk,
-    Overflow,
-    ResponsesSdk,
-)
+from tests.server.clients.histories import ClaudeCode, Client, Codex, OpenAiSdk, Overflow, ResponsesSdk
 from tests.server.conftest import Served, serving, wait_until
 from tests.tokenizers_of_families import LLAMA_2, QWEN_3, SPECIALS, raw_of, tokenizer_of
 
-CLIENTS = [ClaudeCode, AnthropicSdk, Codex, ResponsesSdk, OpenAiSdk, LiteLlm, LangGraph]
 LONG = "word " * 9000
 SUMMARY = "This session is being continued. Summary: <think>\nthe user\n</think> likes </s> rain."
 
@@ -132,7 +121,7 @@ def told(read: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return merged(texts, takes_turns=True)
 
 
-@pytest.mark.parametrize("kind", CLIENTS)
+@pytest.mark.parametrize("kind", [ClaudeCode, Codex, ResponsesSdk, OpenAiSdk])
 @pytest.mark.parametrize(
     ("family", "template", "form"),
     [("byte level", QWEN_3, merged), ("prepend", LLAMA_2, told)],

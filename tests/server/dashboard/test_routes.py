@@ -31,10 +31,10 @@ from kedge.types import (
     WorkflowId,
 )
 from tests.engine.local.conftest import engine_of, tiny_model
-from tests.server.conftest import FLOW, PAIR, YAML, Served, serving, wait_until
-from tests.server.test_local import TEMPLATE
+from tests.server.conftest import FLOW, PAIR, TEMPLATE, YAML, Served, serving, wait_until
 
 STATE = "/v1/dashboard"
+KEYS = f"acme:{hashed('key-a')},other:{hashed('key-b')},*:{hashed('key-o')}"
 
 
 def state(http: httpx.Client, since: int = 0) -> dict[str, Any]:
@@ -229,9 +229,7 @@ def tiny_engine(**settings: Any) -> Iterator[LocalEngine]:
 
 
 def test_with_keys_everyone_sees_what_is_theirs_and_no_totals() -> None:
-    names = {"acme": "key-a", "other": "key-b", "*": "key-o"}
-    keys = load_keys(None, ",".join(f"{name}:{hashed(key)}" for name, key in names.items()), LimitSettings())
-    with tiny_engine() as engine, serving(engine, keys=keys) as running:
+    with tiny_engine() as engine, serving(engine, keys=load_keys(None, KEYS, LimitSettings())) as running:
         with running.http("key-a") as acme, running.http("key-b") as other:
             chat(acme, "a secret", kedge={"agent": "spy", "fixed_messages": 1, "run": "r"})
             mine, theirs, held = state(acme), state(other), [inside(http) for http in (acme, other)]
@@ -287,9 +285,11 @@ def test_the_report_has_what_was_found_and_no_text(seen: Served) -> None:
     assert "riddles" not in shown.text
 
 
-def test_an_engine_that_looks_at_nothing_has_an_empty_report() -> None:
+def test_an_engine_that_looks_at_nothing_has_an_empty_report_and_no_guard() -> None:
     with EchoEngine() as engine, serving(engine) as running, running.http() as http:
         assert http.get("/kedge/report").json() is None
+        assert http.get("/v1/guard").json() == EMPTY
+        assert "kedge:guard" not in http.get("/metrics").text
         failed = CliRunner().invoke(app, ["inspect", "--from-traffic", running.url])
         assert failed.exit_code == 2 and "nothing to report yet" in " ".join(failed.output.split())
 
@@ -316,42 +316,33 @@ EMPTY = {"object": "guard", "mode": None, "max_changed": None, "agents": []}
 
 
 def test_a_tenant_sees_its_own_agents_only_and_the_operator_counts_without_names() -> None:
-    names = {"acme": "key-a", "third": "key-c", "*": "key-o"}
-    keys = load_keys(None, ",".join(f"{name}:{hashed(key)}" for name, key in names.items()), LimitSettings())
+    keys = load_keys(None, KEYS, LimitSettings())
     with tiny_engine(guard={"mode": "on"}) as engine, serving(engine, keys=keys) as running:
-        for tenant, seen in (("acme", CLEAN), ("other", CHANGED)):
+        for tenant, seen in (("acme", CLEAN), ("third", CHANGED)):
             value = Segment((1, 2), "user_question", SampleId.parse("input_user_question@0"))
             whose = {"tenant": TenantId(tenant), "workflow": WorkflowId("w"), "agent": AgentId(f"spy-of-{tenant}")}
             asked = GenerateRequest((value,), reuse=ReuseMode.TRANSLATE, **whose)
             engine._guard.guard.observe(asked, (value.name,), seen)
-        mine, none = (running.http(names[name]).get("/v1/guard").json() for name in ("acme", "third"))
-        own, whole = (running.http(names[name]).get("/metrics").text for name in ("acme", "*"))
+        mine, none = (running.http(key).get("/v1/guard").json() for key in ("key-a", "key-b"))
+        own, whole = (running.http(key).get("/metrics").text for key in ("key-a", "key-o"))
         assert running.http("wrong").get("/v1/guard").status_code == 401
     (record,) = mine["agents"]
     assert (record["agent"], record["checks"], record["state"]) == ("spy-of-acme", 1, "shadow")
-    assert mine.keys() == EMPTY.keys() and "other" not in str(mine)
+    assert mine.keys() == EMPTY.keys() and "third" not in str(mine)
     assert none["agents"] == [] and none["mode"] == "on"
     assert "kedge:guard" not in own
     assert 'kedge:guard_placeholders{state="shadow"} 2.0' in whole and "spy" not in whole
 
 
-def test_an_engine_without_a_guard_has_no_records() -> None:
-    with EchoEngine() as engine, serving(engine) as running, running.http() as http:
-        assert http.get("/v1/guard").json() == EMPTY
-        assert "kedge:guard" not in http.get("/metrics").text
-
-
 @pytest.mark.parametrize(
     ("field", "own", "asked", "expected"),
     [
-        ("guard", None, None, None),
         ("guard", None, "off", "off"),
         ("guard", "shadow", None, "shadow"),
         ("guard", "shadow", "on", "on"),
         ("fidelity", "any", None, math.inf),
         ("fidelity", None, "strict", 0.0003),
         ("fidelity", 0.5, "any", math.inf),
-        ("pick", None, None, ""),
         ("pick", "Pick:", None, "Pick:"),
         ("pick", "Pick:", "So:", "So:"),
     ],

@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.engine.echo import ByteTokenizer, EchoEngine
+from kedge.server.openai import prompts
+from kedge.server.openai.protocol import ChatBody
 from kedge.server.openai.writers import TextLogprobs, chat_logprobs, spelled
 from kedge.settings import ServerSettings
-from kedge.types import ReuseMode, TokenLogprob
-from tests.server.conftest import Served, serving
+from kedge.types import GenerateRequest, ReuseMode, SamplingParams, TokenLogprob
+from tests.engine.local.conftest import engine_of, tiny_model
+from tests.server.conftest import TEMPLATE, Served, serving
 
 MODEL = "kedge-nano"
 
@@ -264,3 +267,20 @@ def test_a_long_prompt_is_told_whole(http: httpx.Client) -> None:
     said = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
     assert [b - a for a, b in pairwise(said["text_offset"])] == [1] * 5000
     assert {len(top) for top in said["top_logprobs"][1:]} == {20}
+
+
+def test_a_conversation_of_a_real_model_goes_on_where_its_kv_is() -> None:
+    with engine_of(tiny_model("llama")) as engine, serving(engine) as running:
+        template, ask = engine.tokenizer.inner, running.client().chat.completions.create
+        template.chat_template = TEMPLATE
+        messages = [{"role": "system", "content": "Be brief. " * 5}, *say("Hi </s> there")]
+        first = ask(model=MODEL, messages=messages, max_tokens=8, temperature=0)
+        messages += [{"role": "assistant", "content": "well"}, *say("go on")]
+        second = ask(model=MODEL, messages=messages, max_tokens=8, temperature=0)
+        cached = second.usage.prompt_tokens_details.cached_tokens
+        assert cached >= first.usage.prompt_tokens // 16 * 16 - 16 > 0
+        segments = prompts.of_chat(engine.tokenizer, ChatBody(messages=messages))
+        alone = GenerateRequest(segments, SamplingParams(8), ReuseMode.OFF)
+        assert second.choices[0].message.content == engine.submit(alone).result(60).text
+        assert template.decode(alone.tokens) == template.apply_chat_template(messages, tokenize=False)
+        assert engine.tokenizer.eos_token_id not in alone.tokens, "a user spells it out"

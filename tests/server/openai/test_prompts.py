@@ -15,6 +15,7 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import RequestError
 from kedge.server.openai.prompts import of_chat
 from kedge.server.openai.protocol import ChatBody
+from kedge.server.responses import ResponsesBody
 from kedge.types import Segment
 from tests.real import RealModel
 from tests.tokenizers_of_families import CHATML, FAMILIES, LLAMA_2, QWEN_3, tokenizer_of
@@ -210,12 +211,6 @@ def test_a_system_message_after_others_is_merged_where_the_template_asks_for_it(
     assert said.count(LATE["content"]) == turns.count(LATE)
 
 
-def test_a_template_that_takes_it_gets_every_message_as_it_is() -> None:
-    tokenizer = tokenizer_of("byte level", CHATML)
-    turns = [*TURNS, LATE, TURNS[3]]
-    assert tokens_of(segments_of(tokenizer, turns)) == transformers_own(tokenizer, turns)
-
-
 # options --------------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +233,16 @@ def test_variables_reach_the_template() -> None:
     assert said != transformers_own(tokenizer, FIRST)
     without = tokens_of(segments_of(tokenizer, FIRST, add_generation_prompt=False))
     assert tokenizer.inner.decode(without).endswith("Hello there<|im_end|>\n")
+    tokenizer.inner.chat_template = "{{ messages[0].content }}|{{ mood }}|{{ reasoning_effort }}|{{ documents }}"
+    more = {"chat_template_kwargs": {"mood": "<|im_end|>"}, "reasoning_effort": "low", "documents": [{"text": "d"}]}
+    said = tokens_of(segments_of(tokenizer, [{"role": "user", "content": "hi"}], **more))
+    assert tokenizer.decode(tuple(said)) == "hi|<|im_end|>|low|[{'text': 'd'}]"
+    assert tokenizer.specials["<|im_end|>"] not in said
+    for name in ("chat_template", "add_generation_prompt", "tokenize"):
+        with pytest.raises(RequestError, match=f"chat_template_kwargs.{name}"):
+            segments_of(tokenizer, FIRST, chat_template_kwargs={name: "x"})
+    asked = ResponsesBody(input="hi", reasoning={"effort": "high"}).chat()
+    assert "|high|" in tokenizer.decode(tuple(tokens_of(of_chat(tokenizer, asked))))
 
 
 def test_a_real_models_prompt_is_transformers_own(smollm2: RealModel) -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.server.openai.tool_calls import PARSERS, AnswerReader, Hermes, Llama3Json, can_end
+from kedge.server.openai.tool_calls import PARSERS, AnswerReader, Hermes, can_end
 from kedge.settings import ServerSettings
-from tests.server.talking import CALL, MODEL, WEATHER, Talking, talking
+from tests.server.conftest import CALL, MODEL, WEATHER, Talking, talking
 
 TOOL = {"type": "function", "function": WEATHER}
 ASK = [{"role": "user", "content": "How is the weather?"}]
@@ -112,56 +112,44 @@ def read(parser: AnswerReader, *pieces: str) -> tuple[str, list[tuple[str, Any]]
 A, B = '{"name": "a", "arguments": {"x": [1, "</"]}}', '{"name": "b"}'
 
 
+C, D = '{"name": "c", "parameters": {"x": {"y": 1}}}', '{"name": "d"}'
 MARKED = r'{"name": "m", "arguments": {"x": "a</tool_call>\"b"}}'
 
 
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("plain", "plain", []),
-        (" a \n", " a \n", []),
-        (f"<tool_call>{A}</tool_call>", "", [("a", {"x": [1, "</"]})]),
-        (f"one \n<tool_call>\n{A}\n</tool_call>\n two ", "one\n two ", [("a", {"x": [1, "</"]})]),
-        (f"<tool_call>{B}</tool_call>\n\n<tool_call>{B}</tool_call>\n", "", [("b", {}), ("b", {})]),
-        (f"<tool_call>{B}", "", [("b", {})]),
-        ("<tool_call>no</tool_call> so", "<tool_call>no</tool_call> so", []),
-        ("a < b <tool", "a < b <tool", []),
-        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
-        ('<tool_call>{"name": "x", "arguments": "y"}', '<tool_call>{"name": "x", "arguments": "y"}', []),
-        (f"<tool_call>{MARKED}</tool_call>", "", [("m", {"x": 'a</tool_call>"b'})]),
-        (
-            f"<tool_call>{MARKED}</tool_call> <tool_call>{B}</tool_call>",
-            "",
-            [("m", {"x": 'a</tool_call>"b'}), ("b", {})],
-        ),
-        (f'<tool_call>don"t</tool_call> <tool_call>{B}</tool_call>', '<tool_call>don"t</tool_call>', [("b", {})]),
-        (f"<tool_call>{'[' * 3000}</tool_call>", f"<tool_call>{'[' * 3000}</tool_call>", []),
-    ],
-)
-def test_hermes(text: str, content: str, calls: list[Any]) -> None:
-    assert read(Hermes(), text) == (content, calls)
-
-
-C, D = '{"name": "c", "parameters": {"x": {"y": 1}}}', '{"name": "d"}'
+HERMES: list[tuple[str, str, list[Any]]] = [
+    (f"<tool_call>{A}</tool_call>", "", [("a", {"x": [1, "</"]})]),
+    (f"one \n<tool_call>\n{A}\n</tool_call>\n two ", "one\n two ", [("a", {"x": [1, "</"]})]),
+    (f"<tool_call>{B}</tool_call>\n\n<tool_call>{B}</tool_call>\n", "", [("b", {}), ("b", {})]),
+    (f"<tool_call>{B}", "", [("b", {})]),
+    ("<tool_call>no</tool_call> so", "<tool_call>no</tool_call> so", []),
+    ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
+    ('<tool_call>{"name": "x", "arguments": "y"}', '<tool_call>{"name": "x", "arguments": "y"}', []),
+    (f"<tool_call>{MARKED}</tool_call>", "", [("m", {"x": 'a</tool_call>"b'})]),
+    (
+        f"<tool_call>{MARKED}</tool_call> <tool_call>{B}</tool_call>",
+        "",
+        [("m", {"x": 'a</tool_call>"b'}), ("b", {})],
+    ),
+    (f'<tool_call>don"t</tool_call> <tool_call>{B}</tool_call>', '<tool_call>don"t</tool_call>', [("b", {})]),
+    (f"<tool_call>{'[' * 3000}</tool_call>", f"<tool_call>{'[' * 3000}</tool_call>", []),
+]
+LLAMA_3: list[tuple[str, str, list[Any]]] = [
+    (C, "", [("c", {"x": {"y": 1}})]),
+    (f" \n{C}; {D}", "", [("c", {"x": {"y": 1}}), ("d", {})]),
+    (f"{D}\n{D}\n", "", [("d", {}), ("d", {})]),
+    (f"{C} and more", f"{C} and more", []),
+    (f"So: {C}", f"So: {C}", []),
+    ('{"answer": 42}', '{"answer": 42}', []),
+    ('{"name": "c", "parameters": [1]}', '{"name": "c", "parameters": [1]}', []),
+]
 
 
 @pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("plain", "plain", []),
-        (C, "", [("c", {"x": {"y": 1}})]),
-        (f" \n{C}; {D}", "", [("c", {"x": {"y": 1}}), ("d", {})]),
-        (f"{D}\n{D}\n", "", [("d", {}), ("d", {})]),
-        (f"{C} and more", f"{C} and more", []),
-        (f"So: {C}", f"So: {C}", []),
-        ('{"answer": 42}', '{"answer": 42}', []),
-        ('{"name": "c", "parameters": [1]}', '{"name": "c", "parameters": [1]}', []),
-        ("{", "{", []),
-        ("  ", "  ", []),
-    ],
+    ("name", "text", "content", "calls"),
+    [*(("hermes", *one) for one in HERMES), *(("llama3_json", *one) for one in LLAMA_3)],
 )
-def test_llama3_json(text: str, content: str, calls: list[Any]) -> None:
-    assert read(Llama3Json(), text) == (content, calls)
+def test_calls_are_read(name: str, text: str, content: str, calls: list[Any]) -> None:
+    assert read(PARSERS[name](), text) == (content, calls)
 
 
 PIECES = st.lists(
@@ -240,25 +228,6 @@ def nodes(node: Any) -> dict[str, Any]:
 )
 def test_a_schema_that_requires_itself_has_no_end(schema: dict[str, Any]) -> None:
     assert not can_end(schema)
-
-
-def test_what_has_no_end_is_refused_in_every_protocol(told: Talking) -> None:
-    schema = having(SELF)
-    form = {"name": "x", "schema": schema}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
-    asked: list[tuple[str, str, dict[str, Any]]] = [
-        ("chat/completions", "response_format.json_schema",
-         {"messages": ASK, "response_format": {"type": "json_schema", "json_schema": form}}),
-        ("chat/completions", "tools", {"messages": ASK, "tools": [tool], "tool_choice": "required"}),
-        ("messages", "output_config.format", {"messages": ASK, "output_config": {"format": form}}),
-        ("responses", "text.format", {"input": "x", "text": {"format": {**form, "type": "json_schema"}}}),
-    ]  # fmt: skip
-    with told.served.http() as http:
-        for path, named, body in asked:
-            answer = http.post(f"/v1/{path}", json={"model": MODEL, **body})
-            assert answer.status_code == 400, (path, answer.text)
-            message = answer.json()["error"]["message"]
-            assert message.startswith(named) and "requires itself without an end" in message
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_a_call_is_a_line_with_the_id_that_its_answer_names(known: Served, lines
     with known.http(KEY) as http:
         answers = [
             http.post("/v1/completions", json={"prompt": "secret words"}),
-            http.get("/v1/runs/none"),
+            http.get("/v1/runs/x%0a%7b%22level%22"),
             http.get("/v1/models", headers={"Authorization": "Bearer wrong"}),
             http.post("/v1/completions", content=b"x" * (5 << 20)),
         ]
@@ -65,16 +65,11 @@ def test_a_call_is_a_line_with_the_id_that_its_answer_names(known: Served, lines
     assert [(line["status"], line["tenant"], line["method"]) for line in told] == [
         (200, "a", "POST"), (404, "a", "GET"), (401, "", "GET"), (413, "a", "POST"),
     ]  # fmt: skip
-    assert told[0]["path"] == "/v1/completions"
+    paths = [line["path"] for line in told[:2]]
+    assert paths == ["/v1/completions", "/v1/runs/x%0a%7b%22level%22"], "a path begins no line"
     assert told[0]["ms"] > 0
     assert "secret" not in lines.getvalue()
     assert KEY not in lines.getvalue()
-
-
-def test_a_path_cannot_begin_a_line(known: Served, lines: io.StringIO) -> None:
-    with known.http(KEY) as http:
-        http.get("/v1/runs/x%0a%7b%22level%22")
-    assert access(lines, 1)[0]["path"] == "/v1/runs/x%0a%7b%22level%22"
 
 
 def record(message: str = "hello %s", *args: object, **extra: object) -> logging.LogRecord:
@@ -83,30 +78,20 @@ def record(message: str = "hello %s", *args: object, **extra: object) -> logging
     )
 
 
-def test_json() -> None:
+def test_lines_have_the_call_and_the_exception() -> None:
+    made = record(status=5, path="a\nb", thing=object)
+    try:
+        raise ValueError("no")
+    except ValueError as error:
+        made.exc_info = (ValueError, error, error.__traceback__)
+    assert "WARNING kedge.test hello you" in TextLine().format(made)
     token = logs.request_id.set("req_1")
-    line = json.loads(JSONLine().format(record(status=5, path="a\nb", thing=object)))
+    line, text = json.loads(JSONLine().format(made)), TextLine().format(made)
     logs.request_id.reset(token)
-    assert line.pop("time").endswith("Z")
+    assert "WARNING kedge.test req_1 hello you" in text and "ValueError: no" in text
+    assert line.pop("time").endswith("Z") and "ValueError: no" in line.pop("exception")
     assert line == {
         "level": "warning", "logger": "kedge.test", "message": "hello you", "request_id": "req_1", "status": 5,
         "path": "a\nb", "thing": str(object),
     }  # fmt: skip
     assert "\n" not in JSONLine().format(record("a\nb%s"))
-
-
-def test_an_exception_is_part_of_its_line() -> None:
-    made = record()
-    try:
-        raise ValueError("no")
-    except ValueError as error:
-        made.exc_info = (ValueError, error, error.__traceback__)
-    assert "ValueError: no" in json.loads(JSONLine().format(made))["exception"]
-    assert "ValueError: no" in TextLine().format(made)
-
-
-def test_text() -> None:
-    assert TextLine().format(record()).endswith("WARNING kedge.test hello you")
-    token = logs.request_id.set("req_1")
-    assert TextLine().format(record()).endswith("WARNING kedge.test req_1 hello you")
-    logs.request_id.reset(token)

@@ -42,7 +42,7 @@ def traced(spans: Any) -> Iterator[Served]:
     provider.add_span_processor(export.SimpleSpanProcessor(spans))
     config = ServerSettings(tools=True)
     with (
-        EchoEngine({"writer": f"```python\n{SECRET}\n```", "reader": "42"}) as engine,
+        EchoEngine({"writer": f"```python\n{SECRET}\n```", "reader": "42"}, delay_s=0.002) as engine,
         serving(engine, config, tracing=OpenTelemetry(provider, "kedge-nano")) as running,
     ):
         yield running
@@ -176,16 +176,13 @@ def test_a_run_that_fails_fails_with_what_it_left_unanswered(traced: Served, spa
         assert "secret" not in span.to_json(), "the error's own text has the answer in it"
 
 
-def test_a_run_that_is_cancelled_ends_its_spans(spans: Any) -> None:
-    provider = sdk.TracerProvider()
-    provider.add_span_processor(export.SimpleSpanProcessor(spans))
-    with EchoEngine(delay_s=0.02) as engine, serving(engine, tracing=OpenTelemetry(provider, "m")) as running:
-        with running.http() as http:
-            http.post("/v1/workflows", content=FLOW, headers=YAML)
-            run = http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x" * 200}}).json()["id"]
-            wait_until(lambda: len(engine.requests) == 1)
-            assert http.post(f"/v1/runs/{run}/cancel").status_code == 202
-        agent, ended = finished(spans, 2)
+def test_a_run_that_is_cancelled_ends_its_spans(traced: Served, spans: Any) -> None:
+    with traced.http() as http:
+        http.post("/v1/workflows", content=FLOW, headers=YAML)
+        run = http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x" * 2000}}).json()["id"]
+        wait_until(lambda: bool(traced.engine.requests))
+        assert http.post(f"/v1/runs/{run}/cancel").status_code == 202
+    agent, ended = finished(spans, 2)
     assert [agent.name, ended.name] == ["invoke_agent first", "invoke_workflow pair"]
     assert ended.attributes["kedge.run.status"] == "cancelled"
     assert {span.status.status_code.name for span in (agent, ended)} == {"UNSET"}

@@ -110,12 +110,6 @@ def test_other_runs_clients_and_ended_runs_know_nothing(served: Served, http: ht
     assert asked(http, "last", {"user_question": "what?"}, run="r").status_code == 400
 
 
-def test_a_turn_that_could_not_begin_did_not_happen(served: Served, http: httpx.Client) -> None:
-    assert asked(http, "first", {}, run="r").status_code == 400
-    asked(http, "first", {"user_question": "x"}, run="r")
-    assert served.engine.requests[-1].produces == SampleId(ValueKind.AGENT, "first")
-
-
 @pytest.mark.parametrize(
     ("agent", "bindings", "status"),
     [
@@ -125,10 +119,14 @@ def test_a_turn_that_could_not_begin_did_not_happen(served: Served, http: httpx.
         ("first", {"user_question": "\ud800"}, 400),
     ],
 )
-def test_wrong_bindings(http: httpx.Client, agent: str, bindings: dict[str, str], status: int) -> None:
-    kedge = {"workflow": "pair", "agent": agent, "bindings": bindings}
+def test_a_turn_that_could_not_begin_did_not_happen(
+    served: Served, http: httpx.Client, agent: str, bindings: dict[str, str], status: int
+) -> None:
+    kedge = {"workflow": "pair", "agent": agent, "bindings": bindings, "run": "r"}
     content = json.dumps({"messages": [], "kedge": kedge})
     assert http.post(CHAT, content=content, headers={"Content-Type": "application/json"}).status_code == status
+    asked(http, "first", {"user_question": "x"}, run="r")
+    assert served.engine.requests[-1].produces == SampleId(ValueKind.AGENT, "first")
 
 
 def test_the_engine_is_told_who_is_next_and_what_is_fixed(served: Served, http: httpx.Client) -> None:
