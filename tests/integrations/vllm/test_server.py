@@ -169,9 +169,3 @@ def test_ranks_do_not_share_kv(two_ranks: Server, stock: list[list[int]]) -> Non
                 answer, found = two_ranks.complete(cycle(agent), turn_of(agent, FIXED), rank=rank)
                 assert answer == stock[agent]
                 assert found["tokens"]["computed"] == (40 if turn else FIXED + 40), (turn, rank, agent)
-
-
-@pytest.mark.slow
-def test_without_a_rank_answers_are_the_same(two_ranks: Server, stock: list[list[int]]) -> None:
-    for agent in range(6):
-        assert two_ranks.complete(cycle(agent), turn_of(agent, FIXED))[0] == stock[agent]
