@@ -176,14 +176,14 @@ def region(pool: torch.Tensor, number: int, *shape: int) -> torch.Tensor:
     return pool[number * BLOCKS * PAGE : (number + 1) * BLOCKS * PAGE].view(BLOCKS, *shape)
 
 
-PARTS = st.tuples(st.integers(0, 1), st.integers(0, PAGE - 1), st.integers(1, PAGE))
-"""A region, and a part of each of its pages"""
+PARTS = st.tuples(st.integers(0, 1), st.integers(0, PAGE - 1), st.integers(1, PAGE), st.integers(1, 2))
+"""A region, and a part of each of its pages: all of it, or every other number"""
 
 
 @given(st.lists(PARTS, min_size=1, max_size=6))
-def test_no_byte_is_left_out_and_no_view_lies_in_another(parts: list[tuple[int, int, int]]) -> None:
+def test_no_byte_is_left_out_and_no_view_lies_in_another(parts: list[tuple[int, int, int, int]]) -> None:
     pool = memory()
-    views = [region(pool, number, PAGE)[:, start : start + count] for number, start, count in parts]
+    views = [region(pool, number, PAGE)[:, start : start + count : step] for number, start, count, step in parts]
     wanted, found = memory(), memory()
     for view, filled in ((one, wanted) for one in views):
         filled.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(1)
