@@ -253,6 +253,8 @@ class Driver:
         if tier:
             tier.queue.check_integrity()
         assert not self.side.requests and not self.scheduler.requests
+        own = vars(self.scheduler)  # of Kedge's scheduler
+        assert not own.get("_contexts") and not own.get("_order")
 
 
 def receipt(output: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from kedge.integrations.vllm.plugin.requests import TranslationQuery, Translatio
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.segment import KVSegment
 from kedge.reuse.holes import Holes, joined
-from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Answers, Driver, driver, prompt, receipt
+from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Answers, Driver, driver, prompt
 
 SETTINGS = {
     "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 90.0},
@@ -155,18 +155,6 @@ def check_rest(engine: Driver) -> None:
     assert not translations.lanes.jobs and not translations.held.block_ids
 
 
-def preempted(engine: Driver, *numbers: int) -> list[str]:
-    """Serve requests at once where there is no room for all of them. Returns their names."""
-    held = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks() - 22)
-    names = [add(engine, number, 90) for number in numbers]
-    requests = list(engine.scheduler.requests.values())
-    engine.run()
-    engine.pool.free_blocks(held)
-    assert sum(request.num_preemptions for request in requests) > 0
-    assert all(receipt(engine.finished[name])["tokens"]["translated"] > 200 for name in names)
-    return names
-
-
 class Recorder:
     """Records of an engine: the batches of its steps, the blocks of finished requests, and KV before the pass."""
 
@@ -182,8 +170,6 @@ class Recorder:
         """KV of the prompt that was translated last, after the write and before the pass"""
         self.hits = 0
         """Tokens that vLLM counts as hits of the connector"""
-        self.replacement: KVSegment | None = None
-        """KV of a whole prompt to be written instead of what is translated"""
         self._schedule, self._finish = engine.scheduler.schedule, engine.side.on_finish
         engine.scheduler.schedule, engine.side.on_finish = self.schedule, self.finish
         learner = engine.worker._learner
@@ -218,9 +204,6 @@ class Recorder:
 
     def write(self, order: Any) -> None:
         self._write(order)
-        if self.replacement is not None:
-            pages = self._engine.worker._learner.pages
-            pages.write(pages.table(order.blocks, only=order.spans), 0, self.replacement, None)
         self.written = self.read(order.blocks)
 
     def read(self, blocks: Sequence[int] | None = None) -> KVSegment:

@@ -5,14 +5,12 @@ Agents take turns that do not fit the device, so that their prompts come back fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.integrations.vllm.conftest import SHAPE, Driver, driver, prompt, receipt
 from tests.integrations.vllm.test_speculation import NGRAMS, drafted, save_eagle_head
@@ -65,29 +63,6 @@ def qwen3_next() -> Any:
     return Qwen3NextForCausalLM(config)
 
 
-def exaone_moe() -> Any:
-    from transformers import ExaoneMoeConfig, ExaoneMoeForCausalLM
-
-    shape = {**SHAPE, **LAYERS, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return ExaoneMoeForCausalLM(ExaoneMoeConfig(**shape, **experts, sliding_window=64))
-
-
-def save_exaone_head(folder: Path) -> None:
-    """Add a random head for the token after the next (MTP) to a saved model: a layer with a window, as K-EXAONE has."""
-    weights, hidden = load_file(folder / "model.safetensors"), SHAPE["hidden_size"]
-    first = {name: weight for name, weight in weights.items() if name.startswith("model.layers.0.")}
-    weights |= {name.replace("model.", "mtp.", 1): weight.clone() for name, weight in first.items()}
-    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
-    weights |= {f"mtp.{name}.weight": torch.ones(hidden) for name in norms}
-    weights["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden) * 0.2
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    head = {"num_nextn_predict_layers": 1, "mtp_layer_types": ["sliding_attention"], "mtp_sliding_windows": [64]}
-    windows = [64 if kind == "sliding_attention" else 0 for kind in config["layer_types"]]
-    (folder / "config.json").write_text(json.dumps({**config, **head, "sliding_windows": windows}))
-
-
 Build = Callable[[], Any]
 SIZES: dict[Build, dict[str, Any]] = {
     gemma4: {"max_model_len": 2048},
@@ -100,7 +75,6 @@ ROOM: dict[Build, dict[str, int]] = {
     gpt_oss: {"": 36, "ngram": 36, "eagle": 44},
     gemma4: {"": 120, "ngram": 120, "eagle": 160},
     qwen3_next: {"": 14},
-    exaone_moe: {"ngram": 36, "mtp": 44},
 }
 """Blocks of the device, by what drafts: about half of what the agents' prompts need"""
 
@@ -135,8 +109,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     torch.manual_seed(0)
     build, folder = request.param, tmp_path_factory.mktemp(request.param.__name__)
     build().eval().save_pretrained(folder)
-    if build is exaone_moe:
-        save_exaone_head(folder)
     size = {"max_model_len": 384, "enable_prefix_caching": True, **SIZES.get(build, {})}
     block, room = BLOCK_SIZES.get(build, 32), next(iter(ROOM[build].values()))
     with driver(folder, plugged=False, num_gpu_blocks_override=room, **size) as plain:
@@ -168,7 +140,7 @@ def test_groups_are_cached_and_answers_are_stocks(model: Grouped, drafts: str, t
         head = str(save_eagle_head(tmp_path))
         more["speculative_config"] = {"method": "eagle", "model": head, "num_speculative_tokens": 2}
     elif drafts:
-        more["speculative_config"] = NGRAMS if drafts == "ngram" else {"method": "mtp", "num_speculative_tokens": 1}
+        more["speculative_config"] = NGRAMS
     with driver(folder, extra={"tiers": {"host_memory": "400 blocks"}}, **more) as built:
         assert built.cycle(count=8, prompts=fixed_prompts(block), ends=ENDS) == expected[0]
         loaded = built.side.totals()["blocks_loaded"]

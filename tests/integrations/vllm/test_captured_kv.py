@@ -94,15 +94,6 @@ def test_an_answer_is_kept_with_its_last_token(
     assert difference(kv, computed(tiny_llama, asked, answered)) < EXACT
 
 
-def test_the_token_that_stops_an_answer_is_not_part_of_it(engine: Driver, captured: Captured, tiny_llama: Path) -> None:
-    asked = prompt(50, 11)
-    stop = engine.answer(asked, 12)[-1]
-    answer = engine.answer(asked, 100, ASKED, stop_token_ids=[stop])
-    ((answered, kv),) = captured.answers
-    assert answer[-1] == stop and answered == answer[:-1]
-    assert difference(kv, computed(tiny_llama, asked, answered)) < EXACT
-
-
 def test_a_reader_needs_no_base_prefill_of_an_answer(
     engine: Driver, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,14 +151,6 @@ def test_base_kv_is_what_transformers_computes_in_pieces(engine: Driver, capture
     for one, kv in captured.bases:
         expected, _ = reference(tiny_llama).dense(one)
         assert difference(kv, expected) < EXACT
-
-
-def test_an_engine_learns_without_any_client(engine: Driver) -> None:
-    for number in range(5):
-        engine.ask(tokens(number), 4, hints(number))
-    engine.ask(tokens(5), 1, hints(5, agent="stranger"))
-    engine.reset()
-    assert receipt(engine.ask(tokens(5), 4, hints(5)))["tokens"]["translated"] > 200
 
 
 def test_aborts_and_many_clients_leave_nothing(engine: Driver, stock_answers: Answers) -> None:

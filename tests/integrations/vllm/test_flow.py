@@ -190,12 +190,6 @@ def test_reuse_can_be_switched_off(flow: Driver, stock: Answers) -> None:
     assert list(output.outputs[0].token_ids) == stock[0, 1]
 
 
-def test_salts_share_nothing(flow: Driver) -> None:
-    flow.ask(call(0, 0), kedge=far(0), salt="one")
-    assert flow.ask(call(0, 1), kedge=far(0), salt="other").num_cached_tokens == 0
-    assert flow.ask(call(0, 1), kedge=far(0), salt="one").num_cached_tokens == FIXED
-
-
 def test_waiting_requests_go_by_their_steps(flow: Driver) -> None:
     order: list[str] = []
     names = {}

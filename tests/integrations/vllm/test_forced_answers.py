@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +84,3 @@ def test_what_is_no_answer_is_ignored(built: Driver, value: Any) -> None:
 def test_where_nothing_could_be_compared_nothing_is_forced(tiny_llama: Path, more: dict[str, Any]) -> None:
     with driver(tiny_llama, logits_processors=[ForcedAnswers], **more) as other:
         assert answers(other)[0][0] == other.answer(PROMPTS[0], count=6) != FORCED_TO[0]
-
-
-def test_vllm_finds_the_processor() -> None:
-    found = [one for one in entry_points(group="vllm.logits_processors") if one.name == "kedge"]
-    assert all(one.load() is ForcedAnswers for one in found)

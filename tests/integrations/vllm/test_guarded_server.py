@@ -34,13 +34,7 @@ from tests.integrations.vllm.test_translation import HEAD as ROLE
 from tests.integrations.vllm.test_translation import TAIL
 from tests.integrations.vllm.test_translation import hints as with_value
 
-TRANSFER = {
-    "kv_connector": "KedgeConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"planner": {"by_cost": False}, "guard": {"budget": 1.0}},
-}
 FLAGS = (
-    *("--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware", "--scheduler-cls", SCHEDULER),
     *("--num-gpu-blocks-override", "512"),
     *("--logits-processors", "kedge.integrations.vllm.forced_answers:ForcedAnswers"),
 )
@@ -86,7 +80,7 @@ def after_checks(server: Server, body: dict[str, Any]) -> tuple[str, dict[str, A
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(*FLAGS, transfer=TRANSFER) as built:
+    with serving(*FLAGS, extra={"planner": {"by_cost": False}, "guard": {"budget": 1.0}}) as built:
         yield built
 
 

@@ -24,7 +24,6 @@ from tests.integrations.vllm.lane_prompts import (
     lane_engine,
     leaving_nothing,
     more_holes,
-    preempted,
     recorded,
     solo,
     tokens,
@@ -75,8 +74,14 @@ def test_an_abort_harms_no_other(engine: Driver, recorder: Recorder, stock_answe
 def test_a_preempted_request_gets_its_lanes_again(engine: Driver, recorder: Recorder) -> None:
     alone = [solo(engine, ONE, 90), solo(engine, OTHER, 90)]
     engine.reset()
-    before = len(recorder.lanes)
-    assert answers(engine, *preempted(engine, ONE, OTHER)) == alone
+    before, held = len(recorder.lanes), engine.pool.get_new_blocks(engine.pool.get_num_free_blocks() - 22)
+    names = [add(engine, number, 90) for number in (ONE, OTHER)]  # there is no room for both
+    requests = list(engine.scheduler.requests.values())
+    engine.run()
+    engine.pool.free_blocks(held)
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert all(receipt(engine.finished[name])["tokens"]["translated"] > 200 for name in names)
+    assert answers(engine, *names) == alone
     lanes = len(joined((*HOLES, *WIDE), 4)) - 1
     assert len(recorder.lanes) - before >= 3 * lanes
 

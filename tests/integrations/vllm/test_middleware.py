@@ -205,16 +205,6 @@ def test_what_cannot_separate_caches_is_refused(name: str, bad: object) -> None:
     assert refused(json.dumps({"prompt": "x", name: bad}).encode()) == name
 
 
-def test_other_protocols_are_left_alone() -> None:
-    seen = []
-
-    async def app(scope: Any, *_: Any) -> None:
-        seen.append(scope)
-
-    asyncio.run(KedgeMiddleware(app)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
-    assert seen == [{"type": "lifespan"}]
-
-
 JSON: Any = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
     lambda inner: (

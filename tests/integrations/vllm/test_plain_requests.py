@@ -77,13 +77,3 @@ def test_another_tenant_has_nothing_of_it(translating: Driver) -> None:
     for number in range(2):
         judged = team(translating, number, salt="other")[1]
         assert judged.kv_transfer_params is None
-
-
-def test_aborts_leave_nothing_behind(translating: Driver) -> None:
-    questions = [words(("q", number), 60, VOCABULARY) for number in range(40, 60)]
-    names = [translating.add(list(solver(one, vocab=VOCABULARY)), ANSWER) for one in questions]
-    translating.step()
-    translating.engine.abort_request(names[::2])
-    translating.run()
-    translating.reset()
-    assert not translating.side.requests

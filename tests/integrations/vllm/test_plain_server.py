@@ -22,24 +22,18 @@ anthropic = pytest.importorskip("anthropic")
 agents = pytest.importorskip("agents", reason="the OpenAI Agents SDK is not installed")
 handoffs = pytest.importorskip("tests.handoffs")
 
-TRANSFER = {
-    "kv_connector": "KedgeConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {
-        "discovery": {"mode": "translate"},
-        "planner": {"by_cost": False},
-        "guard": {"fidelity": "any"},
-    },
+TRANSLATING: dict[str, Any] = {
+    "discovery": {"mode": "translate"},
+    "planner": {"by_cost": False},
+    "guard": {"fidelity": "any"},
 }
-MIDDLEWARE = ("--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware")
 NAMES = ("--served-model-name", MODEL, agents.models.get_default_model())
 """The last one is what the Agents SDK asks for where an application names no model"""
-SCHEDULER = ("--scheduler-cls", "kedge.integrations.vllm.plugin.scheduler.make_scheduler")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(*MIDDLEWARE, *SCHEDULER, *NAMES, "--num-gpu-blocks-override", "512", transfer=TRANSFER) as built:
+    with serving(*NAMES, "--num-gpu-blocks-override", "512", extra=TRANSLATING) as built:
         yield built
 
 
@@ -141,7 +135,6 @@ def test_the_same_agents_are_known_whatever_protocol_they_speak(server: Server) 
 
 # the bare flag --------------------------------------------------------------------------------------------------------
 
-FLAG = {"kv_connector": "KedgeConnector", "kv_role": "kv_both"}
 TOOLS = (
     *("--enable-auto-tool-choice", "--tool-call-parser", "xlam"),
     *("--structured-outputs-config", json.dumps({"backend": "xgrammar", "disable_any_whitespace": True})),
@@ -156,13 +149,13 @@ ROLES = ("Solve it. ", "Check it. ", "Judge it. ")
 @pytest.fixture(scope="module")
 def stock() -> dict[str, list[str]]:
     """What clients get of vLLM as it is."""
-    with serving(*TOOLS, *NAMES, *ROOM, transfer=None) as plain:
+    with serving(*TOOLS, *NAMES, *ROOM, extra=None) as plain:
         return {**answers(plain), "handoffs": handoffs.answers(plain.url)}
 
 
 @pytest.fixture(scope="module")
 def bare(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine at a time: stock goes first
-    with serving(*MIDDLEWARE, *TOOLS, *NAMES, *ROOM, transfer=FLAG) as built:
+    with serving(*TOOLS, *NAMES, *ROOM, extra={}) as built:
         yield built
 
 

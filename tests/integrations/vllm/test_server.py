@@ -22,11 +22,7 @@ from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from tests.integrations.vllm.conftest import BLOCK, driver, prompt, turn_of
 
 MODEL = kedge.models.nano.__path__[0]
-TRANSFER = {
-    "kv_connector": "KedgeConnector",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"tiers": {"host_memory": "100 blocks"}},
-}
+HOST = {"tiers": {"host_memory": "100 blocks"}}
 FIXED = 8 * BLOCK
 
 
@@ -69,8 +65,15 @@ class Server:
 
 
 @contextmanager
-def serving(*more: str, transfer: dict[str, Any] | None = TRANSFER) -> Iterator[Server]:
-    """vLLM's server with the plug-in, or as it is without `transfer`, and these arguments."""
+def serving(*more: str, extra: dict[str, Any] | None = HOST) -> Iterator[Server]:
+    """vLLM's server with these arguments, and the plug-in with these settings; as it is where they are None."""
+    connector: dict[str, Any] = {"kv_connector": "KedgeConnector", "kv_role": "kv_both"}
+    if extra:
+        connector["kv_connector_extra_config"] = extra
+    plugged = (
+        *("--kv-transfer-config", json.dumps(connector), "--scheduler-cls", SCHEDULER),
+        *("--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware"),
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -78,7 +81,7 @@ def serving(*more: str, transfer: dict[str, Any] | None = TRANSFER) -> Iterator[
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", MODEL, "--dtype", "float32"),
         *("--max-model-len", "1024", "--enforce-eager", "--block-size", str(BLOCK), "--num-gpu-blocks-override", "48"),
         *("--host", "127.0.0.1", "--port", str(port), "--gpu-memory-utilization", "0.3"),
-        *(("--kv-transfer-config", json.dumps(transfer), "--scheduler-cls", SCHEDULER) if transfer else ()),
+        *(plugged if extra is not None else ()),
         *more,
     ]
     paths = os.pathsep.join([str(Path(kedge.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -115,7 +118,7 @@ def stock() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def server(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine at a time: stock goes first
-    with serving("-tp", "2", "--middleware", "kedge.integrations.vllm.middleware.KedgeMiddleware") as built:
+    with serving("-tp", "2") as built:
         yield built
 
 
@@ -154,7 +157,7 @@ def two_ranks(stock: object) -> Iterator[Server]:  # noqa: ARG001 - one engine a
         try:
             built = stack.enter_context(serving("-dp", "2"))
         except AssertionError:
-            with pytest.raises(AssertionError), serving("-dp", "2", transfer=None):
+            with pytest.raises(AssertionError), serving("-dp", "2", extra=None):
                 """vLLM itself does not start either."""
             pytest.skip("vLLM does not start two ranks here: 0.33's CPU worker wants a memory node for each")
         yield built
@@ -169,9 +172,3 @@ def test_ranks_do_not_share_kv(two_ranks: Server, stock: list[list[int]]) -> Non
                 answer, found = two_ranks.complete(cycle(agent), turn_of(agent, FIXED), rank=rank)
                 assert answer == stock[agent]
                 assert found["tokens"]["computed"] == (40 if turn else FIXED + 40), (turn, rank, agent)
-
-
-@pytest.mark.slow
-def test_without_a_rank_answers_are_the_same(two_ranks: Server, stock: list[list[int]]) -> None:
-    for agent in range(6):
-        assert two_ranks.complete(cycle(agent), turn_of(agent, FIXED))[0] == stock[agent]

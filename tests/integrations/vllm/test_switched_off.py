@@ -13,7 +13,7 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from tests.integrations.vllm.conftest import BLOCK, SMALL, Driver, driver, receipt
+from tests.integrations.vllm.conftest import SMALL, Driver, driver, receipt
 from tests.integrations.vllm.test_translation import EXTRA, VALUES, hints, tokens
 
 HOST = {"tiers": {"host_memory": "40 blocks"}}
@@ -140,15 +140,10 @@ def into_one_place(write: Write, impl: Any, layer: Any, keys: Any, values: Any, 
     write(impl, layer, keys, values, pages, slots - slots % 2)
 
 
-def into_another_block(write: Write, impl: Any, layer: Any, keys: Any, values: Any, pages: Any, slots: Any) -> None:
-    write(impl, layer, keys, values, pages, (slots + BLOCK) % (len(pages) * BLOCK))
-
-
 @pytest.mark.parametrize(
     ("fault", "reason", "has_host"),
     [
         (raising, "failed: RuntimeError('no such kernel')", False),
-        (into_another_block, "not in one block", False),
         (into_one_place, "does not keep keys and values as given", True),
     ],
 )

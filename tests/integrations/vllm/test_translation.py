@@ -41,13 +41,6 @@ def teach(engine: Driver, value: list[int]) -> Any:
     return engine.ask(tokens(value), kedge=hints(value))
 
 
-def teach_base_only(engine: Driver, value: list[int]) -> Any:
-    """The base KV of a value is computed, and the prefix cache emptied; then a call with it."""
-    engine.ask(tokens(value), kedge=hints(value, agent="nobody-knows-it"))
-    engine.reset()
-    return engine.ask(tokens(value), count=12, kedge=hints(value))
-
-
 @pytest.fixture(scope="module")
 def dense(tiny_llama: Path) -> list[list[int]]:
     """Answers of stock vLLM."""
@@ -128,10 +121,3 @@ def test_requests_that_are_never_translated(odd: dict[str, Any], reason: str) ->
     }  # fmt: skip
     assert request_refusal(SimpleNamespace(**plain)) is None  # type: ignore[arg-type]
     assert reason in (request_refusal(SimpleNamespace(**{**plain, **odd})) or "")  # type: ignore[arg-type]
-
-
-def test_a_tenant_has_anchors_of_its_own(taught: Driver) -> None:
-    jobs = taught.side.translations.lanes.jobs
-    before = jobs.counters()["base_prefills_done"]
-    output = taught.ask(tokens(VALUES[0]), kedge=hints(VALUES[0]), salt="somebody else")
-    assert receipt(output)["tokens"]["translated"] == 0 and jobs.counters()["base_prefills_done"] > before

@@ -8,7 +8,7 @@ from typing import Any
 
 from kedge.guard import GuardOrders
 from kedge.integrations.vllm.engine.driver import Forecasts, PluginMessage, sampling_params
-from kedge.integrations.vllm.plugin.hints import read_hints, request_hints, run_hints, short
+from kedge.integrations.vllm.plugin.hints import read_hints, request_hints, short
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.types import (
     AgentId,
@@ -17,7 +17,6 @@ from kedge.types import (
     Namespace,
     ReuseMode,
     RunId,
-    RunKey,
     SampleId,
     SamplingParams,
     Segment,
@@ -30,7 +29,7 @@ from kedge.workflow.steps import NextRun
 TENANT, RUN = TenantId("t"), RunId("r")
 SEGMENTS = (
     Segment((1, 2, 3), "p0"),
-    Segment((4, 5), "q", SampleId.parse("q@0"), base_context=(9,), placeholder_text=(8, 8)),
+    Segment((4, 5), "q", SampleId.parse("q@0"), base_context=(9,), placeholder_text=(8, 8), in_context=True),
     Segment((6,), "p1"),
 )
 
@@ -132,22 +131,3 @@ def test_fixed_prompts_are_sent_before_the_steps_of_their_agents_and_when_they_c
     other_run = key("a")._replace(run_id=RunId("other"))
     assert not list(forecasts.messages({}, one)) and not list(forecasts.messages({}, {other_run: (1, 2, 3)}))
     assert list(forecasts.messages({}, {key("a"): (1, 2)})) and list(forecasts.messages({}, {key("b"): (1, 2)}))
-
-
-def test_the_plugin_reads_every_message() -> None:
-    messages = [
-        *Forecasts().messages({key("a"): NextRun(1.0), key("b"): NextRun(math.inf)}, {key("a"): (1, 2, 3)}),
-        PluginMessage(Namespace(TENANT), run_hints(RunKey(Namespace(TENANT), "c", RUN), final=True)),
-    ]
-    calls = [
-        read_hints("m", one.tokens, str(one.namespace), {"kedge": one.hints}, ReuseMode.TRANSLATE) for one in messages
-    ]
-    assert all(call is not None and call.ignored == 0 for call in calls)
-    fixed, steps, end = calls
-    assert fixed and steps and end
-    assert (fixed.request.agent_key, fixed.request.fixed, fixed.request.tokens) == (key("a"), 3, (1, 2, 3))
-    assert steps.request.run_key == RunKey(Namespace(TENANT), "c", RUN) and steps.steps == {
-        "a": NextRun(1.0),
-        "b": NextRun(math.inf),
-    }
-    assert end.request.turn.is_last and end.request.run_key == RunKey(Namespace(TENANT), "c", RUN)

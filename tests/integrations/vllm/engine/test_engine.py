@@ -1,4 +1,4 @@
-"""vLLM as an engine: the conformance suite, the tokens of Transformers, and prefetches by forecast."""
+"""vLLM as an engine: the conformance suite, and prefetches by forecast."""
 
 from __future__ import annotations
 
@@ -64,22 +64,6 @@ def fresh(model: Path) -> Iterator[VLLMEngine]:
         yield built
 
 
-@pytest.fixture(scope="module")
-def greedy(model: Path) -> Callable[[Tokens, int], Tokens]:
-    """Greedy answers by Transformers."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    oracle = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-
-    def answer(tokens: Tokens, count: int) -> Tokens:
-        asked: Any = torch.tensor([tokens])
-        out = oracle.generate(asked, max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None)
-        return tuple(out[0, len(tokens) :].tolist())
-
-    return answer
-
-
 def ask(engine: VLLMEngine, tokens: Tokens, count: int = 4, **more: Any) -> Completion:
     sampling = SamplingParams(count, ignore_eos=True, **more.pop("sampling", {}))
     request = GenerateRequest((Segment(tokens, "p0"),), sampling, tenant=TENANT, **more)
@@ -97,15 +81,6 @@ def counted(engine: VLLMEngine) -> dict[str, int]:
     """Return the plug-in's counters."""
     figures: Any = engine.inspect()
     return figures["plugin"]
-
-
-def test_the_tokens_are_those_of_transformers(engine: VLLMEngine, greedy: Callable[[Tokens, int], Tokens]) -> None:
-    for seed, length in enumerate((7, 3 * BLOCK, 5 * BLOCK + 11)):
-        tokens = tuple(prompt(length, seed))
-        expected = greedy(tokens, 12)
-        for reuse in (ReuseMode.OFF, ReuseMode.EXACT, ReuseMode.EXACT, ReuseMode.OFF):
-            done = ask(engine, tokens, 12, reuse=reuse)
-            assert done.tokens == expected, (seed, reuse)
 
 
 def test_a_stop_string_costs_no_receipt(engine: VLLMEngine) -> None:

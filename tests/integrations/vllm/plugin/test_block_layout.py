@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,11 +55,13 @@ def layouts(draw: Any) -> tuple[Layout, Shape]:
     return Layout(order, merged, draw(st.sampled_from([1, 2]))), shape
 
 
-@given(layouts(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-@settings(max_examples=80, deadline=None)
-def test_every_order_of_dimensions_is_found(case: tuple[Layout, Shape], dtype: torch.dtype) -> None:
+@given(layouts(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_every_order_of_dimensions_is_found(case: tuple[Layout, Shape], dtype: torch.dtype, shuffled: bool) -> None:
+    """Also where those of a head are kept in no regular order."""
     layout, shape = case
-    layer = fake_layer(layout, shape, dtype)
+    orders = [torch.randperm(shape.dim) if shuffled else torch.arange(shape.dim) for _ in "kv"]
+    layer = fake_layer(layout, shape, dtype, [partial(torch.index_select, dim=-1, index=order) for order in orders])
     before = layer.pages.clone()
     found = probe(layer, shape)
     assert torch.equal(layer.pages, before), "what was in the blocks is put back"
@@ -69,15 +72,6 @@ def test_every_order_of_dimensions_is_found(case: tuple[Layout, Shape], dtype: t
     assert len(found.axis.blocks(layer.pages)) == shape.blocks
     held = found.axis.blocks(layer.pages)[0].flatten().sort().values
     assert torch.equal(held, torch.stack((keys[0], values[0])).flatten().sort().values), "a block has its tokens' KV"
-
-
-@given(st.permutations(range(8)), st.permutations(range(8)))
-@settings(max_examples=20, deadline=None)
-def test_channels_in_any_order_are_found(of_keys: list[int], of_values: list[int]) -> None:
-    layer = fake_layer(keep=(lambda keys: keys[..., of_keys], lambda values: values[..., of_values]))
-    found, written = probe(layer), write_everywhere(layer)
-    for read, one in zip(found.read(layer, torch.arange(6)), written, strict=True):
-        assert torch.equal(read, one)
 
 
 def test_places_that_nothing_is_written_to_are_left_out_whatever_the_model_computes_in() -> None:
@@ -209,9 +203,7 @@ WRITERS: dict[str, tuple[dict[str, Any], str]] = {
     "in order": ({"slots_written": lambda slots: slots.sort().values}, "not read again"),
     "backwards": ({"slots_written": lambda slots: slots.flip(0) if len(slots) > 4 else slots}, "not read again"),
     "next block": ({"slots_written": lambda slots: (slots + 4) % 24}, "not in one block"),
-    "reversed": ({"slots_written": lambda slots: 23 - slots}, "not in one block"),
     "one block": ({"slots_written": lambda slots: slots % 4}, "not in one block"),
-    "shifted": ({"slots_written": lambda slots: (slots + 1) % 24}, "not in one block"),
     "blocks that differ": ({"slots_written": swapped}, "does not keep"),
     "blocks not in one run": ({"layout": Layout([1, 0, 2, 3, 4], merged=0)}, "not in one block"),
     "nor in this order": ({"layout": Layout([2, 0, 1, 3, 4], merged=0)}, "not in one block"),
@@ -312,16 +304,14 @@ def cpu_layer(
     return KVLayer(layer, torch.randint(1, 9, (BLOCKS, HEADS, size, 2 * DIM)).to(kept), dtype)
 
 
+FLOATS = torch.float32, torch.bfloat16, torch.float16
 CASES = [
-    pytest.param("vec", torch.float32, "auto", id="vec-float32"),
-    pytest.param("vec", torch.bfloat16, "auto", id="vec-bfloat16"),
-    pytest.param("vec", torch.float16, "auto", id="vec-float16"),
-    pytest.param("vec16", torch.float32, "auto", id="vec16-float32"),
-    pytest.param("vec16", torch.bfloat16, "auto", id="vec16-bfloat16"),
+    *(("vec", dtype, "auto") for dtype in FLOATS),
+    *(("vec16", dtype, "auto") for dtype in FLOATS[:2]),
     *(
         pytest.param("vec", dtype, kv, marks=pytest.mark.skipif(not HAS_AVX512, reason="needs AVX-512"))
         for kv in ("fp8", "fp8_e4m3", "fp8_e5m2")
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for dtype in FLOATS
     ),
     *(
         pytest.param("amx", torch.bfloat16, kv, marks=pytest.mark.skipif(not HAS_AMX, reason="needs AMX"))

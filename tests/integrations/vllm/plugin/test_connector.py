@@ -12,7 +12,6 @@ from kedge.errors import ConfigError
 from kedge.integrations.vllm.plugin.connector import within_free_memory
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.settings import AnchorSettings
-from kedge.types import ReuseMode
 
 WANTED = AnchorSettings(max_bytes=8 << 30, max_base_bytes=4 << 30)
 GPU = torch.device("cuda")
@@ -34,15 +33,6 @@ def test_on_a_cpu_they_take_what_the_settings_say() -> None:
 
 
 # settings: the sections of `kedge.toml`, checked in the same way -----------------------------------------------------
-
-
-def test_sections_are_those_of_the_file() -> None:
-    settings = PluginSettings.model_validate(
-        {"reuse": "exact", "tiers": {"host_memory": "1KiB", "policy": "lru"}, "planner": {"min_translated": 0.9}}
-    )
-    assert settings.reuse is ReuseMode.EXACT and settings.tiers.policy == "lru"
-    assert settings.tiers.host_memory == 1024
-    assert settings.planner.min_translated == 0.9
 
 
 @pytest.mark.parametrize(

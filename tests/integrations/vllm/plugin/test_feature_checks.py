@@ -63,6 +63,10 @@ def test_a_block_is_keys_and_values_of_all_layers() -> None:
 
 
 WINDOW = groups(FullAttentionSpec(**SPEC, sliding_window=64))
+ALONE, BOTH = (
+    groups(SlidingWindowSpec(**SPEC, sliding_window=64), *more) for more in ([], [FullAttentionSpec(**SPEC)])
+)
+WINDOWED = [{"hf_text_config": model} for model in (Gemma2Config(), Gemma3TextConfig(), GptOssConfig())]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,8 @@ WINDOW = groups(FullAttentionSpec(**SPEC, sliding_window=64))
         ({"kv_load_failure_policy": "recompute"}, ONE, "kv_load_failure_policy must be 'fail'"),
         ({}, groups(FullAttentionSpec(**SPEC, attention_chunk_size=64)), "attention in chunks"),
         *(({"hf_text_config": one()}, WINDOW, "sliding-window attention") for one in (MistralConfig, Olmo3Config)),
+        ({}, BOTH, "the model has 2 KV cache groups"),
+        *((model, BOTH, "--disable-hybrid-kv-cache-manager") for model in WINDOWED),
     ],
 )
 def test_what_cannot_be_translated_is_cached_all_the_same(changes: dict[str, Any], cache: Any, reason: str) -> None:
@@ -89,43 +95,24 @@ def test_what_cannot_be_translated_is_cached_all_the_same(changes: dict[str, Any
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "cache"),
     [
-        {},
-        *({"cache_dtype": kept} for kept in ("fp8", "fp8_e4m3", "fp8_e5m2")),
-        {"data_parallel_size": 2, "is_moe": False},  # vLLM lets these run as if each were alone
+        ({}, ONE),
+        *(({"cache_dtype": kept}, ONE) for kept in ("fp8", "fp8_e4m3", "fp8_e5m2")),
+        ({"data_parallel_size": 2, "is_moe": False}, ONE),  # vLLM lets these run as if each were alone
+        *((model, WINDOW) for model in WINDOWED),  # one group keeps what windows leave behind
     ],
 )
-def test_everything_is_on_beside_what_changes_nothing(changes: dict[str, Any]) -> None:
-    assert compat.find_features(config(**changes), ONE, 10) == compat.Features(None, None, None)
+def test_everything_is_on_beside_what_changes_nothing(changes: dict[str, Any], cache: Any) -> None:
+    assert compat.find_features(config(**changes), cache, 10) == compat.Features(None, None, None)
 
 
-def test_several_groups_are_cached_and_not_translated() -> None:
-    window = SlidingWindowSpec(**SPEC, sliding_window=64)
-    both = groups(window, FullAttentionSpec(**SPEC))
-    found = compat.find_features(config(), both, 10)
-    assert (found.eviction, found.host) == (None, None)
-    assert found.translation == "the model has 2 KV cache groups"
-    assert compat.cache_groups(config(), both).main.number == 1
-    assert compat.block_bytes(both) == compat.block_bytes(ONE), "a block is of one group at a time"
-    alone = compat.find_features(config(), groups(window), 10)
-    assert alone.translation and "SlidingWindowSpec" in alone.translation
-    assert alone.eviction is None and alone.host and "none has full attention" in alone.host
-
-
-WINDOWED = [Gemma2Config(), Gemma3TextConfig(), GptOssConfig()]
-
-
-@pytest.mark.parametrize("model", WINDOWED, ids=lambda model: model.model_type)
-def test_windows_are_translated_where_one_group_keeps_what_they_leave_behind(model: Any) -> None:
-    given = config(hf_text_config=model)
-    both = groups(SlidingWindowSpec(**SPEC, sliding_window=64), FullAttentionSpec(**SPEC))
-    refused = compat.find_features(given, both, 10).translation
-    assert refused and "--disable-hybrid-kv-cache-manager" in refused
-    kept = groups(FullAttentionSpec(**SPEC, sliding_window=64))
-    assert compat.find_features(given, kept, 10) == compat.Features(None, None, None)
-    alone = compat.find_features(given, groups(SlidingWindowSpec(**SPEC, sliding_window=64)), 10)
-    assert alone.translation == "its KV is a SlidingWindowSpec, not full attention"
+def test_a_block_is_of_one_group_at_a_time_and_windows_alone_have_no_host_tier() -> None:
+    assert compat.cache_groups(config(), BOTH).main.number == 1
+    assert compat.block_bytes(BOTH) == compat.block_bytes(ONE)
+    found = compat.find_features(config(**WINDOWED[0]), ALONE, 10)
+    assert found.translation == "its KV is a SlidingWindowSpec, not full attention"
+    assert found.eviction is None and found.host and "none has full attention" in found.host
 
 
 def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
@@ -133,32 +120,19 @@ def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
     assert found.eviction == found.host == "prefix caching is off" and found.translation is None
 
 
-def logged(features: compat.Features, caplog: pytest.LogCaptureFixture) -> list[str]:
+NEWER = "vLLM 0.99.3+cpu is newer than 0.33, the last one tested; what is on was found by its checks"
+OFF = [f"{one} is off: vLLM 0.30.1 is too old; must be 0.31 or newer" for one in ("eviction", "host", "translation")]
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.30.1", OFF), ("0.99.3+cpu", [NEWER]), ("0.32.1", [])])
+def test_too_old_a_version_switches_everything_off_and_one_that_nobody_has_tried_nothing(
+    version: str, said: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compat.vllm, "__version__", version)
+    found = compat.find_features(config(), ONE, 10)
     with caplog.at_level(logging.WARNING):
-        features.log()
-    return [record.getMessage() for record in caplog.records]
-
-
-def test_too_old_a_version_switches_everything_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(compat.vllm, "__version__", "0.30.1")
-    found = compat.find_features(config(), ONE, 10)
-    assert logged(found, caplog) == [
-        f"kedge: {part} is off: vLLM 0.30.1 is too old; must be 0.31 or newer"
-        for part in ("eviction", "host", "translation")
-    ]
-
-
-def test_a_version_that_nobody_has_tried_has_all_that_its_checks_allow(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(compat.vllm, "__version__", "0.99.3+cpu")
-    found = compat.find_features(config(), ONE, 10)
-    assert found == compat.Features(None, None, None)
-    assert logged(found, caplog) == [
-        "kedge: vLLM 0.99.3+cpu is newer than 0.33, the last one tested; what is on was found by its checks"
-    ]
+        found.log()
+    assert caplog.messages == [f"kedge: {line}" for line in said]
 
 
 @pytest.mark.parametrize(
@@ -273,22 +247,18 @@ def test_a_version_is_too_old_known_or_untested() -> None:
 
 # speculative decoding ------------------------------------------------------------------------------------------------
 
-MODEL = LlamaConfig()
 
-
-def drafting(method: str | None, head: Any = MODEL, lookahead: int = 0) -> Any:
-    draft = SimpleNamespace(hf_text_config=head)
-    drafts = None if method is None else SimpleNamespace(method=method, draft_model_config=draft)
-    return SimpleNamespace(
-        speculative_config=drafts,
-        model_config=SimpleNamespace(hf_text_config=MODEL),
-        num_prefill_lookahead_tokens=lookahead,
-    )
+def drafting(method: str, head: Any = None, lookahead: int = 0) -> Any:
+    """A model whose tokens are drafted so; by default, its head is as the model."""
+    found, draft = config(), SimpleNamespace(hf_text_config=head or LlamaConfig())
+    found.speculative_config = SimpleNamespace(method=method, draft_model_config=draft, use_eagle=lambda: False)
+    found.num_prefill_lookahead_tokens = lookahead
+    return found
 
 
 ROPE = {"rope_type": "default", "rope_theta": 5.0}
 HEADS: list[tuple[Any, str]] = [
-    *((drafting(one), "") for one in (None, "ngram", "ngram_gpu", "suffix", "medusa", "eagle", "eagle3", "mtp")),
+    *((drafting(one), "") for one in ("ngram", "ngram_gpu", "suffix", "medusa", "eagle", "eagle3", "mtp")),
     *((drafting(one), "the draft's KV") for one in ("draft_model", "dflash", "dspark", "custom_class", "invented")),
     (drafting("eagle", LlamaConfig(rope_parameters=ROPE)), "rotates keys in another way"),
     (drafting("eagle", DYNAMIC), "dynamic RoPE"),
@@ -299,5 +269,5 @@ HEADS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("given", "why"), HEADS)
 def test_drafts_that_change_what_is_translated_are_refused(given: Any, why: str) -> None:
-    refusal = compat.speculation_refusal(given) or ""
+    refusal = compat.find_features(given, ONE, 10).translation or ""
     assert why in refusal and bool(why) == bool(refusal)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
@@ -20,13 +21,6 @@ from kedge.policies.eviction import EvictionPolicy, kind_of, lru, steps_to_execu
 BLOCKS = 10
 AGENTS = "abcd"
 POLICY = steps_to_execution(virtual_step=2.0)
-
-
-@dataclass(eq=False)
-class Block:
-    """The fields of vLLM's block that the queue uses."""
-
-    block_id: int
 
 
 @dataclass
@@ -114,7 +108,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = [Block(i) for i in range(BLOCKS)]
+        self.blocks = [KVCacheBlock(i) for i in range(BLOCKS)]
         self.queue = StepFreeQueue(self.blocks, BLOCKS, POLICY)
         self.twin = Twin(POLICY, list(range(BLOCKS)), lambda i: self.queue.set_of[i])
         self.held: list[int] = []

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.guard import EVERYTHING, GuardOrders
-from kedge.integrations.vllm.plugin.hints import AFRESH, HintedRequest, read_hints, segment_hints, without_hints
+from kedge.integrations.vllm.plugin.hints import AFRESH, HintedRequest, read_hints, without_hints
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.types import (
     AgentId,
     AgentKey,
-    GenerateRequest,
     Namespace,
     ReuseMode,
     RunId,
@@ -112,16 +111,6 @@ def test_invalid_hints_are_counted_and_ignored(bad: dict[str, Any]) -> None:
     call, nothing = read(bad), read({})
     assert call.ignored == 1
     assert (call.request, call.steps, call.seq) == (nothing.request, None, None)
-
-
-def test_segments_tile_the_prompt_and_come_back() -> None:
-    segments = (
-        Segment(TOKENS[:2], "p0"),
-        Segment(TOKENS[2:4], "q", SampleId.parse("q@0"), base_context=(1, 2), placeholder_text=(3,), in_context=True),
-        Segment(TOKENS[4:], "p1"),
-    )
-    found = segment_hints(GenerateRequest(segments))
-    assert read({"segments": found}).request.segments == segments
 
 
 @settings(deadline=None, max_examples=50)

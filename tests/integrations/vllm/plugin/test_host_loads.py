@@ -106,6 +106,9 @@ def test_a_session_that_comes_near_is_loaded_before_its_request() -> None:
     assert engine.prefetch() == [] and not engine.loads._is_due, "it is far away"
     engine.set_step("c", 1.5)
     assert engine.loads._is_due and engine.prefetch(waiting=True) == [], "a request waits"
+    engine.trusted = False
+    assert engine.prefetch() == [], "LRU rules"
+    engine.trusted = True
     assert engine.prefetch() == ["c"]
     engine.land()
     assert engine.on_device("c", 4) == 4
@@ -132,19 +135,6 @@ def test_an_agent_that_is_unlikely_to_run_replaces_nothing_that_is_needed() -> N
     assert engine.prefetch() == []
     engine.prompts.steps["c"] = NextRun(1.0, 0.6)
     assert engine.prefetch() == ["c"]
-
-
-def test_nothing_is_loaded_while_lru_rules_or_outside_of_the_window(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = Engine()
-    engine.turn("c", 4, 1.0)
-    evicted(engine.pool)
-    engine.trusted = False
-    assert engine.prefetch() == []
-    engine.trusted = True
-    monkeypatch.setattr(host_loads, "PREFETCH_WINDOW", -1.0)
-    assert engine.prefetch() == []
 
 
 def test_a_block_that_is_computed_while_it_is_loaded_is_owned_by_both() -> None:

@@ -47,39 +47,27 @@ def captured(learner: Learner, request: GenerateRequest) -> None:
     learner.capture(Capture(request, (1,), 0))
 
 
-@pytest.fixture
-def lacking(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return what base KV the prompts lack. It gets an entry more with every look at a prompt."""
-    lacks = ["first"]
+def test_a_prompt_without_its_base_kv_is_looked_at_once_until_something_comes(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, lacks = list[GenerateRequest](), ["base KV"]
 
-    def needs(_: GenerateRequest) -> list[str]:
-        found = lacks[:1]
-        lacks.extend(["look"] if found else [])
-        return found
+    def needs(request: GenerateRequest) -> list[str]:
+        looks.append(request)
+        return lacks
 
     monkeypatch.setattr(learner._runtime, "needs", needs)
-    return lacks
-
-
-def test_a_prompt_without_its_base_kv_is_looked_at_once(learner: Learner, lacking: list[str]) -> None:
-    assert not learner.is_learning and not learner.learn() and lacking == ["first"]
+    assert not learner.is_learning and not learner.learn() and not looks
     captured(learner, REQUEST)
-    assert not learner.learn() and lacking == ["first", "look"]
     for _ in range(3):
-        assert not learner.learn() and not learner.is_learning
-    assert lacking == ["first", "look"]
-
-
-def test_it_is_learned_from_once_its_base_kv_has_come(learner: Learner, lacking: list[str]) -> None:
-    captured(learner, REQUEST)
-    assert not learner.learn()
-    lacking.clear()
+        assert not learner.learn() and not learner.is_learning and len(looks) == 1
+    lacks.clear()
     assert not learner.learn(), "nothing has come"
     learner.capture(Capture(GenerateRequest((Segment((1, 2), "p0"),)), (1,), 1))
     assert learner.is_learning
     while learner.learn():
         pass
-    assert not learner.is_learning
+    assert not learner.is_learning and not learner.captured
 
 
 def test_a_prompt_that_a_check_translates_leaves_base_kv_and_teaches_nothing(learner: Learner) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding, apply_rotary_pos_emb
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from vllm.config import VllmConfig, set_current_vllm_config
 
 from kedge.errors import LayoutUnknown
@@ -20,35 +19,13 @@ from kedge.integrations.vllm.plugin.block_layout import KVLayer, Places, find_la
 from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, rotation_error, rotation_of
 from kedge.kv.rotary import Rotary, Rotation
 from kedge.kv.segment import KVSegment
-from tests.integrations.vllm.fake_layers import float8_layer
+from tests.integrations.vllm.fake_layers import Layout, Shape, fake_layer, float8_layer
 
 BLOCKS, SIZE, HEADS, DIM, LAYERS = 6, 4, 2, 8, 3
-View = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Pages [blocks, heads, size, 2 * dim] -> keys and values, each a view [blocks, size, heads, dim]"""
-
-
-def side_by_side(pages: Tensor) -> tuple[Tensor, Tensor]:
-    """As FlashAttention keeps them."""
-    keys, values = pages.transpose(1, 2).split(DIM, dim=-1)
-    return keys, values
-
-
-def keys_transposed(pages: Tensor) -> tuple[Tensor, Tensor]:
-    """As the CPU keeps them: K [dim, size] by head, then V."""
-    keys, values = pages.view(len(pages), HEADS, 2, SIZE * DIM).unbind(2)
-    return keys.view(-1, HEADS, DIM, SIZE).permute(0, 3, 1, 2), values.view(-1, HEADS, SIZE, DIM).transpose(1, 2)
-
-
-def layer_of(view: View, dtype: torch.dtype = torch.float32, order: Sequence[int] = range(DIM)) -> KVLayer:
-    """`order`: of the dimensions, as the backend keeps them."""
-
-    def write(_: object, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
-        for target, source in zip(view(pages), (keys, values), strict=True):
-            target[slots // SIZE, slots % SIZE] = source[..., list(order)]
-
-    impl = SimpleNamespace(do_kv_cache_update=write)
-    pages = torch.randn(BLOCKS, HEADS, SIZE, 2 * DIM).to(dtype)
-    return KVLayer(SimpleNamespace(impl=impl, num_kv_heads=HEADS, head_size=DIM), pages, dtype)
+SIDE_BY_SIDE = Layout((0, 3, 2, 1, 4), merged=3)
+"""As FlashAttention keeps them: [blocks, heads, size, 2 * dim]"""
+TRANSPOSED = Layout((0, 3, 1, 4, 2))
+"""[blocks, heads, 2, dim, size], as the CPU keeps its keys"""
 
 
 def pages_of(layers: Sequence[KVLayer]) -> Pages:
@@ -61,17 +38,17 @@ def rotary() -> Rotary:
     return Rotary(RopeModule(torch.cat((angles.cos(), angles.sin()), -1)), 64, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("view", [side_by_side, keys_transposed])
+@pytest.mark.parametrize("layout", [SIDE_BY_SIDE, TRANSPOSED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("blocks", [[4, 1, 3], [5]])
-def test_reading_gives_what_the_layers_hold(view: View, dtype: torch.dtype, blocks: list[int]) -> None:
-    layers = [layer_of(view, dtype) for _ in range(LAYERS)]
+def test_reading_gives_what_the_layers_hold(layout: Layout, dtype: torch.dtype, blocks: list[int]) -> None:
+    layers = [fake_layer(layout, dtype=dtype) for _ in range(LAYERS)]
     pages = pages_of(layers)
     start, stop = 1, SIZE * len(blocks) - 1
     read = pages.read(pages.table(blocks), start, stop)
     assert read.keys.is_contiguous() and read.values.is_contiguous(), "vLLM's ops want it so"
     for number, layer in enumerate(layers):
-        keys, values = (side[blocks].flatten(0, 1)[start:stop] for side in view(layer.pages))
+        keys, values = (side[blocks].flatten(0, 1)[start:stop] for side in layout.held(layer.pages, Shape()))
         expected = rotary().unrotate(keys[None], slice(start, stop))[0]
         torch.testing.assert_close(read.keys[number], expected)
         torch.testing.assert_close(read.values[number], values)
@@ -79,7 +56,7 @@ def test_reading_gives_what_the_layers_hold(view: View, dtype: torch.dtype, bloc
 
 def test_dimensions_in_no_regular_order_are_read_all_the_same() -> None:
     order = [0, 2, 1, 3, 7, 5, 4, 6]
-    layer, regular = layer_of(side_by_side, order=order), layer_of(side_by_side)
+    layer, regular = fake_layer(SIDE_BY_SIDE, keep=[lambda given: given[..., order]] * 2), fake_layer(SIDE_BY_SIDE)
     strides = [find_layouts([one], BLOCKS, SIZE)[0].keys.strides for one in (regular, layer)]
     assert strides[0] is not None and strides[1] is None
     pages, kv = pages_of([layer]), KVSegment(*torch.randn(2, 1, 5, HEADS, DIM))
@@ -87,32 +64,36 @@ def test_dimensions_in_no_regular_order_are_read_all_the_same() -> None:
     read = pages.read(table, 2, 7)
     torch.testing.assert_close(read.keys, kv.keys)
     assert torch.equal(read.values, kv.values)
-    assert torch.equal(side_by_side(layer.pages)[1][4, 2], kv.values[0, 0][:, order])
+    assert torch.equal(SIDE_BY_SIDE.held(layer.pages, Shape())[1][4, 2], kv.values[0, 0][:, order])
 
 
-@pytest.mark.parametrize("view", [side_by_side, keys_transposed])
-def test_writing_is_base_plus_offsets_and_touches_nothing_else(view: View) -> None:
-    layers = [layer_of(view) for _ in range(LAYERS)]
+@pytest.mark.parametrize("layout", [SIDE_BY_SIDE, TRANSPOSED])
+@pytest.mark.parametrize(("only", "written"), [(None, range(3, 8)), ((range(1, 5), range(7, 8)), (3, 4, 7))])
+def test_writing_is_base_plus_offsets_and_touches_nothing_else(
+    layout: Layout, only: tuple[range, ...] | None, written: Sequence[int]
+) -> None:
+    """Nor positions that the table leaves out."""
+    layers, blocks = [fake_layer(layout) for _ in range(LAYERS)], [2, 5, 0]
     before = [layer.pages.clone() for layer in layers]
-    pages = pages_of(layers)
-    table = pages.table([2, 5, 0])
+    pages, at = pages_of(layers), [position - 3 for position in written]
     base = KVSegment(*torch.randn(2, LAYERS, 5, HEADS, DIM))
     offsets = KVSegment(*torch.randn(2, LAYERS - 1, 5, HEADS, DIM))
-    pages.write(table, 3, base, offsets)
-    read = pages.read(table, 3, 8)
-    torch.testing.assert_close(read.keys[1:], base.keys[1:] + offsets.keys, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(read.values[1:], base.values[1:] + offsets.values)
-    torch.testing.assert_close(read.values[0], base.values[0])
-    torch.testing.assert_close(read.keys[0], base.keys[0], atol=1e-5, rtol=1e-5)
+    pages.write(pages.table(blocks, only=only), 3, base, offsets)
+    read = pages.read(pages.table(blocks), 3, 8)
+    torch.testing.assert_close(read.keys[1:, at], (base.keys[1:] + offsets.keys)[:, at], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(read.values[1:, at], (base.values[1:] + offsets.values)[:, at])
+    torch.testing.assert_close(read.values[0, at], base.values[0, at])
+    torch.testing.assert_close(read.keys[0, at], base.keys[0, at], atol=1e-5, rtol=1e-5)
+    kept = torch.ones(BLOCKS, SIZE, dtype=torch.bool)
+    for position in written:
+        kept[blocks[position // SIZE], position % SIZE] = False
     for layer, old in zip(layers, before, strict=True):
-        kept = torch.ones(BLOCKS, SIZE, dtype=torch.bool)
-        kept[2, 3], kept[5] = False, False
-        for now, then in zip(view(layer.pages), view(old), strict=True):
+        for now, then in zip(layout.held(layer.pages, Shape()), layout.held(old, Shape()), strict=True):
             assert torch.equal(now[kept], then[kept])
 
 
 def test_layers_of_other_shapes_are_refused() -> None:
-    other = layer_of(side_by_side)
+    other = fake_layer(SIDE_BY_SIDE)
     layouts = find_layouts([other], BLOCKS, SIZE)
     half = replace(layouts[0], keys=Places.of(layouts[0].keys.index[..., :4].contiguous()))
     with pytest.raises(LayoutUnknown, match="must have one shape"):
@@ -121,7 +102,7 @@ def test_layers_of_other_shapes_are_refused() -> None:
 
 def test_each_layer_is_read_by_its_own_layout_and_format() -> None:
     """Layers whose KV is not quantized, beside others."""
-    layers = [layer_of(side_by_side), layer_of(keys_transposed), float8_layer(torch.float8_e4m3fn)]
+    layers = [fake_layer(SIDE_BY_SIDE), fake_layer(TRANSPOSED), float8_layer(torch.float8_e4m3fn)]
     pages, kv = pages_of(layers), KVSegment(*torch.randn(2, 3, 5, HEADS, DIM))
     assert pages.rounding == 0 and pages_of(layers[::-1]).rounding == 2**-4
     pages.write(table := pages.table([4, 1]), 2, kv, None)
@@ -145,21 +126,6 @@ def test_keys_of_equal_tokens_reveal_another_rotation() -> None:
     assert rotation_error(tokens, rotary().unrotate(keys, slice(10, 16))[0]) == pytest.approx(0, abs=1e-5)
     assert rotation_error(tokens, keys[0]) > 0.1  # type: ignore[operator]
     assert rotation_error([1, 2, 3], keys[0, :3]) is None
-
-
-def test_positions_that_a_table_leaves_out_are_not_written() -> None:
-    layers = [layer_of(side_by_side) for _ in range(LAYERS)]
-    pages, blocks = pages_of(layers), [4, 1, 3]
-    before = pages.read(pages.table(blocks), 0, 12)
-    given = KVSegment(torch.randn(LAYERS, 9, HEADS, DIM), torch.randn(LAYERS, 9, HEADS, DIM))
-    pages.write(pages.table(blocks, only=(range(2, 5), range(9, 11))), 2, given, None)
-    after = pages.read(pages.table(blocks), 0, 12)
-    written = [2, 3, 4, 9, 10]
-    kept = [at for at in range(12) if at not in written]
-    torch.testing.assert_close(after.keys[:, written], given.keys[:, [at - 2 for at in written]])
-    torch.testing.assert_close(after.values[:, written], given.values[:, [at - 2 for at in written]])
-    assert torch.equal(after.values[:, kept], before.values[:, kept])
-    assert torch.equal(after.keys[:, kept], before.keys[:, kept])
 
 
 # rotations of layers, from vLLM's tables, against the rotary modules of Transformers --------------------------------
@@ -202,13 +168,3 @@ def test_every_layer_is_rotated_as_its_kind() -> None:
     by_kind = vllms_rotation(text, [2, 1])  # a rank may have some of the layers
     by_kind.rotate(keys[[2, 1]], POSITIONS, out=found[:2])
     torch.testing.assert_close(found[:2], expected[[2, 1]])
-
-
-def test_layers_that_rotate_alike_share_one_rotation() -> None:
-    text = LlamaConfig(**CONFIG)
-    one = vllms_rotation(text, [0, 1])
-    assert isinstance(one, Rotary)
-    keys = torch.randn(2, len(POSITIONS), 2, 32)
-    found = torch.empty_like(keys)
-    one.rotate(keys, POSITIONS, out=found)
-    torch.testing.assert_close(found, transformers_rotated(keys, *LlamaRotaryEmbedding(text)(keys, POSITIONS[None])))

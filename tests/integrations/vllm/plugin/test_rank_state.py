@@ -117,6 +117,7 @@ def test_a_refusal_can_name_what_differs(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(rank_state, name, lambda value=value: value)
     like = KVSegment(*[torch.empty(3, 0, 2, 8, dtype=torch.bfloat16)] * 2)
     found = rank_state.rank_identity(config(tmp_path), like, AnchorSettings())
+    assert model_digest(config(tmp_path)) in found
     for key, part in {"rank": 1, "ranks": 2, "dtype": '"torch.bfloat16"', "layers": 3, "kv_heads": 2}.items():
         assert f'"{key}": {part}' in found
     assert rank_state.rank_folder(tmp_path, config(tmp_path)) == tmp_path / "replica-1" / "rank-1"

@@ -163,18 +163,6 @@ def test_those_that_start_in_a_step_count_for_those_behind_them(monkeypatch: pyt
     assert vllm.step(9) == "a b" and names(vllm) == ["c"]
 
 
-@pytest.mark.parametrize(
-    ("cached", "on_host", "missing"), [(0, 0, 1.0), (2, 0, 0.75), (8, 0, 0.0), (2, 8, 0.1 * 6 / 8)]
-)
-def test_what_is_on_neither_tier_is_missing(cached: int, on_host: int, missing: float) -> None:
-    vllm = Sorted()
-    vllm.cached, vllm.on_host = set(range(cached)), set(range(on_host))
-    found: Any = Call("a", list(range(8)))
-    assert vllm._missing(found) == pytest.approx(missing)
-    found.block_hashes = []
-    assert vllm._missing(found) == 1.0
-
-
 class AgainstVllms(RuleBasedStateMachine):
     """Where all fits, vLLM's own scheduler does the same; where nothing fits, the same requests wait."""
 
@@ -280,15 +268,4 @@ def test_sessions_past_the_cliff_hit_more_and_answer_the_same(
     answers, hits = closed_loop(flow)
     assert answers == stock[0]
     assert hits > 2 * stock[1] + SESSIONS * FIRST
-    assert not (flow.scheduler._contexts or flow.scheduler._order or flow.scheduler.waiting)
-
-
-def test_aborts_leave_nothing_behind(flow: Driver) -> None:
-    flow.reset()
-    names = [flow.add(turn(session, 2)) for session in range(SESSIONS)]
-    flow.step()
-    flow.engine.abort_request(names[::2])
-    flow.run()
-    assert all(name in flow.finished for name in names[1::2])
-    assert not (flow.scheduler._contexts or flow.scheduler._order)
-    assert flow.pool.get_num_free_blocks() == flow.pool.num_gpu_blocks - 1
+    flow.check_rest()

@@ -76,45 +76,30 @@ def test_a_pass_is_measured_without_writes_whenever_these_are_made(
     assert side.take_reports().computed == (100, 5.0)
 
 
-class Device:
-    """A GPU whose clock the test moves, with the events that it was given."""
-
-    def __init__(self) -> None:
-        self.given: list[Event] = []
-        self.done = 0
-        """Events that it has come by"""
-
-    def event(self, *, enable_timing: bool) -> Event:
-        assert enable_timing
-        return Event(self)
-
-    def work(self, *seconds: float) -> None:
-        """Come by an event after so many seconds each."""
-        now = self.given[self.done - 1].at if self.done else 0.0
-        for each in seconds:
-            now += each
-            self.given[self.done].at = now
-            self.done += 1
-
-
-class Event:
-    def __init__(self, device: Device) -> None:
-        self._device, self.at = device, 0.0
-
-    def record(self) -> None:
-        self._device.given.append(self)
-
-    def query(self) -> bool:
-        return self in self._device.given[: self._device.done]
-
-    def elapsed_time(self, end: Event) -> float:
-        assert self.query() and end.query()
-        return 1e3 * (end.at - self.at)
-
-
 def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, clock, costs = Device(), Clock(), Costs()
-    monkeypatch.setattr(torch.cuda, "Event", device.event)
+    clock, costs, given, passed = Clock(), Costs(), list[Any](), [0.0]
+
+    class Event:
+        """Of a GPU that comes by its events when the test says."""
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            given.append(self)
+
+        def query(self) -> bool:
+            return given.index(self) + 1 < len(passed)
+
+        def elapsed_time(self, end: Any) -> float:
+            return 1e3 * (passed[given.index(end) + 1] - passed[given.index(self) + 1])
+
+    def work(*seconds: float) -> None:
+        """Come by an event after so many seconds each."""
+        for each in seconds:
+            passed.append(passed[-1] + each)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(worker_side, "time", clock)
     side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
     side.measure_passes(costs, is_cpu=False)
@@ -125,11 +110,11 @@ def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeyp
         clock.now += 1.0
         side.after_pass(Orders(scheduled=scheduled, rows=1))
     assert not costs.seen, "nothing has ended"
-    device.work(1.0, 2.0, 4.0, 0.5)  # the step, its writes, the first pass, and the second step
+    work(1.0, 2.0, 4.0, 0.5)  # the step, its writes, the first pass, and the second step
     side.begin_step()
     side.after_pass(Orders(scheduled=50, rows=1))
     assert costs.seen == [(100, 1, 4.0)] and side.take_reports().computed == (100, 4.0)
-    device.work(*[8.0] * (len(device.given) - device.done))
+    work(*[8.0] * (len(given) + 1 - len(passed)))
     side.begin_step()
     side.after_pass(Orders(scheduled=60, rows=2))
     assert costs.seen[1:] == [(200, 1, 8.0), (50, 1, 8.0)], "a step without a pass is none"
@@ -191,19 +176,14 @@ def region(pool: torch.Tensor, number: int, *shape: int) -> torch.Tensor:
     return pool[number * BLOCKS * PAGE : (number + 1) * BLOCKS * PAGE].view(BLOCKS, *shape)
 
 
-def test_layers_that_lie_over_one_another_are_copied_once() -> None:
-    pool, pages = memory(), torch.zeros(2, BLOCKS, PAGE)
-    layers = [region(pool, number, 4, 8) for _ in range(3) for number in (0, 1)]
-    assert [view.data_ptr() for view in distinct(layers)] == [layers[0].data_ptr(), layers[1].data_ptr()]
-    assert len(distinct([pages[0], pages[1]])) == 2, "keys and values apart"
-    state = pool[4:].as_strided((BLOCKS, 5), (PAGE, 1))
-    assert distinct([state, layers[0]]) == [layers[0]] and len(distinct([state, layers[1]])) == 2
+PARTS = st.tuples(st.integers(0, 1), st.integers(0, PAGE - 1), st.integers(1, PAGE), st.integers(1, 2))
+"""A region, and a part of each of its pages: all of it, or every other number"""
 
 
-@given(st.lists(st.tuples(st.integers(0, PAGE - 1), st.integers(1, PAGE)), min_size=1, max_size=5))
-def test_no_byte_is_left_out(parts: list[tuple[int, int]]) -> None:
+@given(st.lists(PARTS, min_size=1, max_size=6))
+def test_no_byte_is_left_out_and_no_view_lies_in_another(parts: list[tuple[int, int, int, int]]) -> None:
     pool = memory()
-    views = [pool[start:].as_strided((BLOCKS, min(count, PAGE - start)), (PAGE, 1)) for start, count in parts]
+    views = [region(pool, number, PAGE)[:, start : start + count : step] for number, start, count, step in parts]
     wanted, found = memory(), memory()
     for view, filled in ((one, wanted) for one in views):
         filled.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(1)

@@ -1,5 +1,5 @@
 """What is computed in held blocks by lanes, ends of answers and base prefills: which tokens, rows and blocks they take,
-and what becomes of every one of them.
+and what becomes of every one of them. And requests that wait for lanes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import RequestStatus
 
-from kedge.integrations.vllm.plugin import lanes as module
-from kedge.integrations.vllm.plugin.lanes import NOTHING, HeldBlocks, HeldJobs, PassLimits
-from kedge.integrations.vllm.plugin.requests import Capture
+from kedge.integrations.vllm.plugin import lanes, requests
+from kedge.integrations.vllm.plugin.hints import read_hints
+from kedge.integrations.vllm.plugin.lanes import NOTHING, HeldBlocks, HeldJobs, LaneGrants, PassLimits
+from kedge.integrations.vllm.plugin.requests import NEAR, Capture, LiveRequest, TranslationVerdict
+from kedge.reuse.costs import PATIENCE
+from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget
-from kedge.types import GenerateRequest, Namespace, Segment, Tokens
+from kedge.types import GenerateRequest, Namespace, ReuseMode, Segment, Tokens
+from tests.reuse.test_holes import SIZE, layouts, positions
 
 BLOCK, LIMIT, BLOCKS, RANKS, MOST = 4, 40, 12, 2, 3
 HERE = Namespace("default")
@@ -32,7 +36,7 @@ AMPLE = LaneBudget(1000, 1000)
 @pytest.fixture(autouse=True, scope="module")
 def few_may_wait() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "MAX_PENDING", MOST)
+        patched.setattr(lanes, "MAX_PENDING", MOST)
         yield
 
 
@@ -108,16 +112,6 @@ def test_without_blocks_what_is_there_is_captured() -> None:
     assert stage.jobs.grant_ends(AMPLE, BLOCKS) == LaneBudget(0, 0)
     assert [capture.response for capture in stage.captures] == [(7,), ()]
     assert stage.captures[1].request is NOTHING, "of the second one nothing is there"
-
-
-@given(st.integers(1, LIMIT - 1), st.integers(1, 8))
-def test_no_lane_leaves_the_context(prompt: int, answer: int) -> None:
-    stage = Stage()
-    stage.end(prompt, tuple(range(3, 3 + min(answer, LIMIT - prompt))))
-    stage.jobs.grant_ends(AMPLE, 0)
-    for lane in stage.jobs.granted:
-        assert lane.span.stop < len(lane.tokens) <= LIMIT, "the runner draws nothing within the prompt"
-        assert len(lane.blocks) * BLOCK >= lane.span.stop
 
 
 # base prefills --------------------------------------------------------------------------------------------------------
@@ -226,6 +220,8 @@ class Machine(RuleBasedStateMachine):
         assert self.stage.pool.get_num_free_blocks() >= min(before, spare)
         for lane in jobs.granted:
             assert all(self.stage.pool.blocks[block].ref_cnt == 1 for block in lane.blocks)
+            assert lane.span.stop < len(lane.tokens) <= LIMIT, "the runner draws nothing within the prompt"
+            assert len(lane.blocks) * BLOCK >= lane.span.stop
 
     @rule(count=st.integers(1, BLOCKS))
     def take(self, count: int) -> None:
@@ -274,3 +270,99 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
+
+
+# requests that wait for lanes: planned, granted, held back, and in the end admitted with what is left ----------------
+
+HOLES: Holes = (range(10, 20), range(30, 31), range(40, 42), range(59, 60))
+
+
+def candidate(name: str = "r", tokens: int = SIZE) -> LiveRequest:
+    prompt = tuple(range(tokens))
+    hinted = read_hints(name, prompt, None, {"kedge": {}}, ReuseMode.TRANSLATE)
+    assert hinted is not None
+    request: Any = SimpleNamespace(request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, num_preemptions=0)
+    return LiveRequest(request, hinted)
+
+
+def lane_grants(candidates: dict[str, LiveRequest]) -> LaneGrants:
+    """Without ends of answers and base prefills."""
+    return LaneGrants(candidates, HeldJobs(HeldBlocks(1), lambda _: None))
+
+
+def judged(holes: Holes = HOLES, name: str = "r") -> LiveRequest:
+    found = candidate(name)
+    found.take_verdict(TranslationVerdict(holes))
+    return found
+
+
+def test_near_holes_are_one_and_too_many_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judged((range(5, 6), range(6 + NEAR - 1, 12), range(59, 60))).holes == (range(5, 12), range(59, 60))
+    assert judged((range(5, 6), range(6 + NEAR, 12), range(59, 60))).holes[0] == range(5, 6)
+    monkeypatch.setattr(requests, "MAX_LANES", 2)
+    assert judged().holes == (range(10, 20), range(30, 42), range(59, 60))
+
+
+def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
+    candidates = {"r": judged((range(59, 60),))}
+    lanes = lane_grants(candidates)
+    assert not lanes.is_wanted
+    candidates["s"] = judged(name="s")
+    assert lanes.is_wanted
+    assert lanes.holes_of(candidates["s"]) is None and lanes.holes_of(candidates["r"]) == (range(59, 60),)
+    del candidates["s"]
+    assert not lanes.is_wanted
+    lanes.jobs._jobs.append(SimpleNamespace())  # type: ignore[arg-type]
+    assert lanes.is_wanted
+
+
+@given(layouts(), st.integers(0, SIZE + 5))
+def test_a_plan_accounts_for_every_token_behind_the_exact_prefix(holes: Holes, computed: int) -> None:
+    found = judged(holes)
+    claimed = found.plan(found.holes, computed)
+    assert positions(found.planned) | positions(found.written) == set(range(computed, SIZE))
+    assert positions(found.planned).isdisjoint(positions(found.written))
+    assert positions(found.planned) >= {position for position in positions(holes) if position >= computed}
+    assert computed + claimed == (found.planned[-1].start if found.written else computed)
+    hashed: list[int] = []
+    for tokens in (SIZE, 7):
+        found.cache_blocks(lambda _, count: hashed.append(count), tokens)
+    first = found.written[0].start if found.written else SIZE
+    assert hashed == [first, min(first, 7)], "nothing is hashed from the first translated token on"
+
+
+class Queue:
+    """Lanes with a queue of waiting requests, all of which have been judged."""
+
+    def __init__(self, *names: str) -> None:
+        self.candidates = {name: judged(name=name) for name in names}
+        self.lanes = lane_grants(self.candidates)
+        self.held_back = 0
+        self.lanes.open(self.hold_back, PassLimits(100, 100, 16))
+
+    def hold_back(self) -> None:
+        self.held_back += 1
+
+    def grant(self, tokens: int, rows: int, demand: int = 0, deferred: Any = ()) -> LaneBudget:
+        waiting: Any = [one.request for one in self.candidates.values()]
+        return self.lanes.grant(waiting, deferred, LaneBudget(tokens, rows), demand)
+
+
+def test_without_room_a_request_is_held_back_and_then_cut() -> None:
+    queue = Queue("r")
+    found = queue.candidates["r"]
+    for step in range(PATIENCE):
+        assert queue.grant(30, 9, demand=20) == LaneBudget(0, 0)
+        assert queue.lanes.holes_of(found) is None and queue.held_back == step + 1
+    assert queue.grant(30, 9, demand=20) == LaneBudget(0, 0)
+    assert queue.lanes.holes_of(found) == (range(10, 60),)
+    assert queue.grant(30, 9, demand=16) == LaneBudget(13, 3), "unless there is room meanwhile"
+
+
+def test_a_request_that_was_not_ready_takes_nothing() -> None:
+    queue = Queue("r")
+    other = candidate("other", 500)
+    queue.candidates = {"other": other, **queue.candidates}
+    queue.lanes = lane_grants(queue.candidates)
+    assert queue.grant(30, 9) == LaneBudget(0, 0), "one with 500 tokens goes first"
+    assert queue.grant(30, 9, deferred={id(other.request): other.request}.values()) == LaneBudget(13, 3)
