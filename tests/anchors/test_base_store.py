@@ -50,18 +50,6 @@ def test_the_start_of_a_response_is_found_as_far_as_it_was_run_and_named_apart()
     assert [store.find(RUN, SAMPLE, (1, 2, 3)[:n], ()) is None for n in (2, 3)] == [False, True]
 
 
-def test_prefix_segments_of_a_template() -> None:
-    store = BaseStore(100 * ONE)
-    assert store.prefixes(SPACE, "flow/solver") is None
-    store.put_prefix(SPACE, "flow/solver", 2, random_kv(3, 1))
-    store.put_prefix(SPACE, "flow/solver", 4, random_kv(1, 2))
-    parts = store.prefixes(SPACE, "flow/solver")
-    assert {index: kv.tokens for index, kv in parts.items()} == {2: 3, 4: 1}
-    assert store.prefixes(Namespace(TenantId("x")), "flow/solver") is None
-    assert store.stats().nbytes == 4 * ONE
-    store.check_integrity()
-
-
 def test_text_that_prompts_of_a_run_share_is_found_there_behind_the_same_text() -> None:
     store, kv = BaseStore(100 * ONE), random_kv(3, 1)
     store.put_shared_text(RUN, (9, 8, 1, 2, 3), kv, "one")

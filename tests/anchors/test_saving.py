@@ -113,13 +113,6 @@ def test_base_kv_of_templates() -> None:
     assert torch.equal(parts[3].keys, random_kv(7, 3).keys)
 
 
-def test_installing_replaces_everything() -> None:
-    store, bases = filled(range(3), **OPEN), BaseStore(1 << 20)
-    bases.put_prefix(Namespace(TenantId("a")), "old", 1, random_kv(2, 1))
-    restored([], store).install(store, bases)
-    assert (store.stats().pools, bases.stats().templates) == (0, 0)
-
-
 def test_a_signature_changes_with_what_is_learned() -> None:
     store, bases = filled(range(3), **OPEN), BaseStore(1 << 20)
     before = signature_of(store, bases, POOL)

@@ -37,7 +37,7 @@ from kedge.bench.shapes import SHAPES, Loaded, load_model, random_runner
 from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed
 from kedge.runner.prompts import compiled
-from kedge.settings import AnchorSettings, EngineSettings, PlannerSettings
+from kedge.settings import AnchorSettings, EngineSettings
 from kedge.types import GenerateRequest, RequestId, ReuseMode, RunId, SamplingParams, Segment
 from tests.completions import completion
 
@@ -162,17 +162,6 @@ def test_two_clients_run_the_team(tiny: Loaded, mode: ReuseMode) -> None:
     figures = load(tiny, some(TEAM, 2), LONG, 2, mode).as_json()
     assert (figures["runs"], figures["calls"], figures["errors"]) == (4, 4 * 5, 0)
     assert (figures["exact_share"] > 0) == (mode is not ReuseMode.OFF)
-
-
-def test_random_weights_are_translated_once_enough_has_been_learned(
-    tiny: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever it costs: what pays on a busy machine changes from run to run."""
-    settings = LoadSettings.engine
-    always = {"planner": PlannerSettings(by_cost=False)}
-    monkeypatch.setattr(LoadSettings, "engine", lambda self, *given: settings(self, *given).model_copy(update=always))
-    figures = load(tiny, some(TEAM, 12), LONG, 1, ReuseMode.TRANSLATE).as_json()
-    assert figures["translated_share"] > 0
 
 
 def test_a_run_that_fails_is_counted_and_its_client_goes_on(tiny: Loaded) -> None:

@@ -59,16 +59,6 @@ def test_a_label_stands_at_the_block_that_ends_the_fixed_prompt() -> None:
     world.check()
 
 
-def test_a_key_has_one_label_and_a_shorter_one_takes_its_place() -> None:
-    world = World(8)
-    world.forecast(a=1)
-    world.serve("AAAABB", "a", 6)
-    world.serve("AAAACC", "a", 4)
-    node = world.tree.labels.nodes["a"]
-    assert bytes(node.prefix()[::4]) == b"AAAA" and len(world.tree.labels.nodes) == 1
-    assert [ending(world.tree, text).varying for text in ("AAAABB", "AAAACC")] == [True, True]
-
-
 def test_a_label_costs_by_depth_not_by_neighbours() -> None:
     tree = RadixTree(1)
     tree.insert(NS, b"A", [0])

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kedge.cache import loads, lru
-from kedge.types import RequestId, Source, Span
+from kedge.types import RequestId
 from tests.cache.helpers import NS, World
 
 
@@ -50,19 +50,6 @@ def test_a_prefetch_for_step_2_never_evicts_step_1() -> None:
     world.forecast(two=0)
     world.settle()
     assert world.on_device("AAA", "BBB") == ["BBB"]
-
-
-def test_a_request_reuses_what_its_own_load_brought() -> None:
-    world = World(4, host_blocks=8)
-    world.on_host_only(a="AAA")
-    assert world.demand("AAA", "r") == "loading"
-    world.settle()
-    other = world.admit("x")
-    world.cache.abort(other.request_id)
-    lease = world.admit("AAA", request=RequestId("r"))
-    assert lease.spans == (Span(0, 3, Source.HOST),)
-    stats = world.cache.stats()
-    assert (stats.host_hit_tokens, stats.hit_tokens) == (3, 3)
 
 
 def test_what_a_request_waits_for_goes_last() -> None:
@@ -216,17 +203,6 @@ def test_a_demanded_prefetch_is_promoted_and_counted_late() -> None:
     assert len(loads) == 2, "the other prefetch under way does not hold it up"
     lease = world.admit("CC", request=world.new_request())
     assert lease.spans[0].source == "host"
-
-
-def test_a_prefetch_that_a_recompute_overtook_is_wasted() -> None:
-    world = World(6, host_blocks=12)
-    world.on_host_only(a="AA")
-    world.forecast(a=0)
-    world.cache.pump()
-    world.serve("AA")
-    assert world.on_device("AA") == ["AA"]
-    world.settle()
-    assert world.outcomes("prefetch") == {"wasted": 1}
 
 
 def test_the_ancestors_come_in_the_same_load() -> None:

@@ -32,24 +32,6 @@ def test_new_blocks_follow_the_hit() -> None:
     assert cache.extend(A, 3).blocks == (0, 1, 2, 3, 4, 5, 6, 7), "a lease never shrinks"
 
 
-def test_out_of_blocks_changes_nothing() -> None:
-    cache = CacheManager(6, block_size=1)
-    serve(cache, "abc")
-    cache.admit(B, NS, b"xy", 1, 2)
-    before = cache.stats()
-    for tokens in (b"abcdef", b"zzzzz"):
-        with pytest.raises(OutOfBlocks):
-            cache.admit(A, NS, tokens, len(tokens) - 1, len(tokens))
-        cache.check_integrity()
-        assert cache.stats() == before
-    with pytest.raises(OutOfBlocks):
-        cache.extend(B, 7)
-    assert cache.stats() == before
-    assert len(cache.extend(B, 6).blocks) == 6
-    assert cache.match(NS, b"abc") == []
-    cache.check_integrity()
-
-
 def test_stats_count_admissions_that_could_reuse() -> None:
     cache = CacheManager(16, block_size=2)
     serve(cache, "abcdef")

@@ -65,15 +65,6 @@ def test_a_part_of_a_backed_up_node_leaves_the_device() -> None:
     )
 
 
-def test_fixed_prompts_are_written_through_once() -> None:
-    world = World(8, host_blocks=8)
-    world.forecast(a=1)
-    for suffix in "xyz":
-        world.serve("AAA" + suffix, "a", 3)
-        world.settle()
-    assert [len(copy.sources) for copy in world.copier.history] == [3]
-
-
 @pytest.mark.parametrize(("hits", "after_one", "after_two"), [(0, 4, 4), (1, 0, 4), (2, 0, 0), (None, 0, 0)])
 def test_a_prompt_without_label_is_backed_up_once_it_has_been_hit(
     hits: int | None, after_one: int, after_two: int

@@ -216,11 +216,7 @@ def test_a_report_has_what_was_found_of_one_tenant_and_no_text() -> None:
     requests = PlainRequests(DiscoverySettings())
     for tenant in ("a", "b"):
         for number in range(4):
-            question, answer = words((tenant, number), 60), words((tenant, "answer", number), 20)
-            for prompt, reply in ((solver(question, tenant), answer), (judge(question, answer, tenant), ())):
-                request = GenerateRequest((Segment(prompt, "p0"),), tenant=TenantId(tenant), is_plain=True)
-                requests.arrived(request)
-                requests.ended(request.namespace, request.request_id, reply)
+            run(requests, number, tenant)
     whole, own = requests.report(), requests.report(lambda namespace: is_owned(TenantId("a"), namespace))
     assert (whole["requests"], own["requests"]) == (16, 8)
     assert len(whole["agents"]) == 4 and len(own["agents"]) == 2  # type: ignore[arg-type]

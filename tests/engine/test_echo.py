@@ -12,7 +12,6 @@ from kedge.types import (
     FinishReason,
     GenerateRequest,
     Miss,
-    Namespace,
     ReuseMode,
     SampleId,
     SamplingParams,
@@ -20,8 +19,6 @@ from kedge.types import (
     Source,
     Span,
 )
-from kedge.workflow.forecast import AgentKey
-from kedge.workflow.steps import NextRun
 
 
 @pytest.fixture
@@ -94,12 +91,3 @@ def test_receipts_show_real_prefix_reuse(engine: EchoEngine) -> None:
 def test_an_answer_becomes_a_reusable_prefix(engine: EchoEngine) -> None:
     engine.submit(ask("abc")).result(60)
     assert engine.submit(ask("abcabcX")).result(60).receipt.exact == 5, "the last token drawn has no KV"
-
-
-def test_hints_are_kept_and_change_nothing(engine: EchoEngine) -> None:
-    key = AgentKey(Namespace("t"), "c", "r", "a")
-    engine.forecast({key: NextRun(1.0)}, {key: (1, 2)})
-    engine.forecast({key: None})
-    assert engine.forecasts == [({key: NextRun(1.0)}, {key: (1, 2)}), ({key: None}, {})]
-    assert engine.submit(ask("abc")).result(60).text == "abc"
-    assert not engine.inspect() and not engine.inspect_tenants(lambda _: True, []), "there is nothing to look into"

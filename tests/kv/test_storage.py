@@ -112,14 +112,6 @@ def test_slices_are_views() -> None:
     assert parts[0].keys.data_ptr() == whole.keys.data_ptr() and torch.equal(parts[2].values, whole.values[:, 2:])
 
 
-def test_owned_copies_views_only() -> None:
-    whole = kv(7)
-    assert whole.owned().keys is whole.keys
-    part = whole.slice(1, 2)
-    assert part.owned().keys.untyped_storage().nbytes() == part.keys.nbytes
-    assert torch.equal(part.owned().values, part.values)
-
-
 @pytest.mark.parametrize("values", [torch.zeros(3, 6, 2, 4), torch.zeros(3, 7, 2, 4).half()])
 def test_keys_and_values_must_match(values: torch.Tensor) -> None:
     with pytest.raises(PlanError, match="kv="):

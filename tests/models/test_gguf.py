@@ -291,13 +291,6 @@ def test_a_file_is_converted_once_and_then_needs_no_package(
         preflight.require_model(file)
 
 
-def test_a_changed_file_is_converted_again(file: Path) -> None:
-    first = model_path(file, "float32")
-    torch.manual_seed(1)
-    write_gguf(file, LLAMA, AutoModelForCausalLM.from_config(LLAMA.config))
-    assert model_path(file, "float32") != first
-
-
 def test_two_at_once_convert_once_and_remove_what_was_left_half_done(file: Path, cache: Path) -> None:
     (cache / "left.partial-1").mkdir(parents=True)
     written: list[Path] = []

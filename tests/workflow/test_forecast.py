@@ -36,12 +36,6 @@ def steps(**agents: float) -> dict[AgentId, NextRun]:
 # the board ------------------------------------------------------------------------------------------------------
 
 
-def test_a_probability_alone_is_a_change() -> None:
-    board = ForecastBoard()
-    board.update(RUN, 0, {A: NextRun(1, 0.5)}, 0.0)
-    assert board.update(RUN, 1, {A: NextRun(1, 0.6)}, 0.0) == {key("a"): (1, 0.6)}
-
-
 @pytest.mark.parametrize(
     "bad", [NextRun(-1), NextRun(math.nan), NextRun(1, 1.5), NextRun(1, -0.1), NextRun(1, math.nan)]
 )

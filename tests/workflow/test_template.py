@@ -73,13 +73,6 @@ def test_single_braces_are_refused(template: str) -> None:
         parse(template)
 
 
-def test_parse_and_escapes() -> None:
-    assert parse("a{user_question}b") == ("a", QUESTION, "b")
-    assert parse("{user_question}{user_question}") == (QUESTION, QUESTION)
-    assert parse("{{user_question}} {{{user_question}}}") == ("{user_question} {", QUESTION, "}")
-    assert parse("") == ()
-
-
 Parts = list[str | Placeholder]
 PARTS = st.lists(st.one_of(st.text(), st.sampled_from([QUESTION, Placeholder(ValueKind.AGENT, "b", 3)])))
 

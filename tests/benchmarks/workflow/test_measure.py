@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -31,7 +32,7 @@ from benchmarks.workflow.measure import (
 )
 from kedge.bench.flows import FlowWorkload, Sizes, single_flow
 from kedge.bench.shapes import random_runner
-from kedge.cache import CacheManager, Copied, Copy, Direction, Readiness, lru
+from kedge.cache import CacheManager, Direction, Readiness, lru
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sessions import SessionCaching
@@ -42,6 +43,7 @@ from kedge.settings import TierSettings
 from kedge.types import AgentId, GenerateRequest, Namespace, RequestId, TenantId
 from kedge.workflow.forecast import AgentKey, ForecastBoard, RunProgress
 from kedge.workflow.steps import NextRun
+from tests.cache.helpers import FakeCopier
 from tests.cli.commands import assert_refused, measured
 
 SMALL = Sizes(64, 16, 3)
@@ -181,50 +183,26 @@ WARM, TIMED = 20, 60
 CONTROLS = controls(CaseSizes(sizes=Sizes(2 * SIZES.fixed, SIZES.dynamic, SIZES.output)), VOCAB, 0)
 
 
-@dataclass
-class _Moving:
-    copy: Copy
-    urgent: bool = False
-    spent: float = 0.0
+class VirtualCopier(FakeCopier):
+    """Ends one copy at a time, the most urgent first, as time passes; a block takes `per_block`."""
 
-    @property
-    def rank(self) -> tuple[bool, bool, int]:
-        return not self.urgent, self.copy.direction is Direction.OFFLOAD, self.copy.copy_id
-
-
-@dataclass
-class VirtualCopier:
-    """One copy at a time, the most urgent first; a block takes `per_block`."""
-
-    per_block: float
-    now: float = 0.0
-    moving: list[_Moving] = field(default_factory=list)
-    ended: list[Copied] = field(default_factory=list)
-
-    def submit(self, copy: Copy) -> None:
-        self.moving.append(_Moving(copy))
-
-    def hurry(self, copy_id: int) -> None:
-        for one in self.moving:
-            one.urgent |= one.copy.copy_id == copy_id
-
-    def drain(self) -> list[Copied]:
-        ended, self.ended = self.ended, []
-        return ended
+    def __init__(self, per_block: float) -> None:
+        super().__init__()
+        self.per_block, self.now, self.spent = per_block, 0.0, Counter[int]()
 
     def next_end(self) -> float:
         """When what is being copied will have been."""
-        first = min(self.moving, key=lambda one: one.rank)
-        return self.now + self.per_block * len(first.copy.sources) - first.spent
+        self.submitted.sort(
+            key=lambda one: (one.copy_id not in self.hurried, one.direction is Direction.OFFLOAD, one.copy_id)
+        )
+        return self.now + self.per_block * len(self.submitted[0].sources) - self.spent[self.submitted[0].copy_id]
 
     def advance(self, to: float) -> None:
-        while self.moving and (end := self.next_end()) <= to:
-            first = min(self.moving, key=lambda one: one.rank)
-            self.moving.remove(first)
-            self.ended.append(Copied(first.copy.copy_id, ok=True, seconds=first.spent + end - self.now))
+        while self.submitted and (end := self.next_end()) <= to:
+            self.end(seconds=self.spent[self.submitted[0].copy_id] + end - self.now)
             self.now = end
-        if self.moving:
-            min(self.moving, key=lambda one: one.rank).spent += to - self.now
+        if self.submitted:
+            self.spent[self.submitted[0].copy_id] += to - self.now
         self.now = to
 
 

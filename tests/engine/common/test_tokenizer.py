@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kedge.engine.base import Item
 from kedge.engine.common.stream import TextStream, TokenStream
-from kedge.types import Completion, FinishReason, Receipt, ReuseMode, TokenDelta
+from kedge.types import TokenDelta
+from tests.completions import completion
 from tests.tokenizers_of_families import FAMILIES, SPECIALS, tokenizer_of
 
 TOKENIZERS = {family: tokenizer_of(family) for family in FAMILIES}
@@ -132,9 +133,7 @@ def test_nothing_is_lost_or_overtaken_while_a_listener_comes() -> None:
         assert heard == [*(delta(n) for n in range(200)), error]
 
 
-def ended() -> TokenDelta:
-    receipt = Receipt("a", ReuseMode.OFF, ())
-    return TokenDelta("", (), Completion("a", "x", (1,), FinishReason.LENGTH, receipt, 1.0, 2.0))
+ENDED = TokenDelta("", (), completion("x"))
 
 
 def test_all_who_wait_get_the_end() -> None:
@@ -142,7 +141,7 @@ def test_all_who_wait_get_the_end() -> None:
     readers = [threading.Thread(target=lambda: found.append(stream.result(10).text)) for _ in range(3)]
     for one in readers:
         one.start()
-    stream.put(ended())
+    stream.put(ENDED)
     for one in readers:
         one.join()
     assert found == ["x"] * 3 and stream.result(0).text == "x"
@@ -152,9 +151,9 @@ def test_the_result_is_there_beside_a_listener_also_one_that_fails() -> None:
     for comes_late in (False, True):
         stream = TokenStream("a")
         if comes_late:
-            stream.put(ended())
+            stream.put(ENDED)
         stream.listen(lambda _: 1 / 0)
         if not comes_late:
             stream.put(delta(0))
-            stream.put(ended())
+            stream.put(ENDED)
         assert stream.result(0).text == "x"

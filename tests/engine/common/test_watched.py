@@ -1,4 +1,4 @@
-"""What a watcher is told of an engine; `tests/server/dashboard/test_history.py` has that it changes nothing."""
+"""What a watcher is told of an engine; `tests/server/test_history.py` has that it changes nothing."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -205,16 +204,6 @@ def test_a_control_over_the_same_kv_measures_the_noise_of_rounding() -> None:
         noises = [call.args[5] for call in found.call_args_list]
         assert len(controls) == len(noises) == 2 and all(0 <= noise < 1e-6 for noise in noises)
         assert all(control.receipt.computed <= 16 for control in controls), "the cache has the rest of the prompt"
-
-
-def test_a_call_may_have_a_budget_of_its_own(story: tuple[LocalEngine, list[Completion]]) -> None:
-    strict = team(story[0], 50, guard=GuardOrders(fidelity=1e-12))
-    assert strict.receipt.translated == 0 and (note(strict).budget, note(strict).rung) == (1e-12, "")
-    free = team(story[0], 51, guard=GuardOrders(fidelity=inf))
-    assert free.receipt.translated > 0 and free.receipt.fidelity is None
-    assert team(story[0], 52).receipt.translated > 0, "which changes nothing of others"
-    shadow = team(story[0], 53, guard=GuardOrders(GuardMode.SHADOW))
-    assert shadow.receipt.translated == 0
 
 
 def test_clients_see_nothing_of_how_it_is_proved(story: tuple[LocalEngine, list[Completion]]) -> None:

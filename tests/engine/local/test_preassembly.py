@@ -292,15 +292,6 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 # pressure -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_without_room_gets_the_blocks_of_what_nobody_asked_for() -> None:
-    stage = Stage(kv_memory="16 blocks")
-    stage.prepare(prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT))
-    assert stage.leased == 7
-    sequence = stage.serve(prompt_of("writer", tokens(80, 150), max_tokens=4))
-    assert len(sequence.response) == 4
-    assert (stage.told["given_back"], stage.leased) == (1, 0)
-
-
 def test_a_request_may_need_the_blocks_that_another_one_has_claimed() -> None:
     """Where requests are served in the order of arrival."""
     stage = Stage(kv_memory="20 blocks", tiers=TierSettings(policy="steps"))

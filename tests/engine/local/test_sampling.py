@@ -44,8 +44,10 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 1e-5, "seed": 4},
     {"temperature": 1.0, "top_p": 1e-46, "seed": 5},
     {"temperature": 1e30, "seed": 6},
+    {"presence_penalty": 2.0},
+    {"repetition_penalty": 3.0, "temperature": 1.0, "top_k": 2, "seed": 7},
 ]
-"""Ways of drawing: greedy, plain, from a nucleus, and at the ends of what floats can say"""
+"""Ways of drawing: greedy, plain, from a nucleus, at the ends of what floats can say, and by counts of one's own"""
 
 
 def sampler_of(draw: Draw | None = None, **params: Any) -> Sampler:
@@ -204,14 +206,6 @@ def test_presence_and_frequency_count_in_answers_alone() -> None:
     assert [once(flat.clone()) for _ in range(4)] == [0, 1, 0, 0]
     each = Sampler(SamplingParams(frequency_penalty=0.5))
     assert [each(flat.clone()) for _ in range(6)] == [0, 1, 0, 1, 0, 2]
-
-
-def test_requests_beside_each_other_keep_their_own_counts() -> None:
-    asked = [{"presence_penalty": 2.0}, {}, {"repetition_penalty": 3.0, "temperature": 1.0, "top_k": 2, "seed": 1}]
-    alone = [Sampler(SamplingParams(**one)) for one in asked]
-    together = [Sampler(SamplingParams(**one)) for one in asked]
-    for _ in range(8):
-        assert draw_tokens(LOGITS.repeat(3, 1), together) == [sampler(LOGITS.clone()) for sampler in alone]
 
 
 # when tokens are told, and those that are forced ----------------------------------------------------------------------

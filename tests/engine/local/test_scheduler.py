@@ -312,19 +312,6 @@ def test_who_was_preempted_can_be_ended(end: Callable[[EngineCore, RequestSequen
     assert engine.leased == 0
 
 
-def test_many_tenants_on_a_small_pool_all_end_as_they_would_have_alone() -> None:
-    engine = Stepped(kv_memory="24 blocks", max_running=4, max_batch_tokens=48)
-    kinds = [(f"tenant-{at % 5}", at, 20 + 11 * (at % 7), 3 + at % 9) for at in range(30)]
-    requests = [call(*kind) for kind in kinds]
-    sequences = []
-    for request in requests:
-        sequences.append(engine.submit(request))
-        engine.step()
-    engine.rest()
-    assert [one.response for one in sequences] == [alone(request).response for request in requests]
-    assert engine.leased == 0
-
-
 # with stand-ins for requests ------------------------------------------------------------------------------------------
 
 

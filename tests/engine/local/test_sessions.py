@@ -10,7 +10,7 @@ import pytest
 from kedge.cache import CacheManager
 from kedge.engine.local import sessions
 from kedge.engine.local.sessions import SessionCaching, ending
-from kedge.policies.eviction import policy_of
+from kedge.policies.eviction import lru, policy_of
 from kedge.policies.sessions import TurnEnd
 from kedge.settings import TierSettings
 from kedge.structures.prefixes import chain_of
@@ -82,8 +82,10 @@ def test_hashes_that_collide_mix_up_sessions_and_no_answers(monkeypatch: pytest.
 
 
 def test_a_cache_follows_the_guard() -> None:
-    """Two sessions take turns, and both fit; hints that say the opposite lose, until LRU rules."""
-    replay = Replay("sessions", 200)
+    """Two sessions take turns, and both fit; hints that say the opposite lose, until LRU rules. The policy is swapped
+    exactly when the guard changes its mind.
+    """
+    replay, policies = Replay("sessions", 200), list[bool]()
     for turn in range(60):
         for seed in (1, 2):
             replay.serve(prompt(seed, 40 + turn // 6))
@@ -93,7 +95,10 @@ def test_a_cache_follows_the_guard() -> None:
             tokens = prompt(10_000 + 10 * turn + seed, 30)
             replay.serve(tokens)
             replay.sessions.label(wrong, tokens)
-    assert not replay.sessions.ledger.guard.trusted
+            replay.sessions.advance()
+            policies.append(replay.cache._tree.policy is not lru)
+            assert policies[-1] == replay.sessions.ledger.guard.trusted
+    assert policies[0] and not policies[-1]
     assert replay.serve(prompt(1, 50)) + replay.serve(prompt(2, 50)) > 0
 
 

@@ -19,10 +19,9 @@ from kedge.engine.local import build, requests
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
-from kedge.errors import ConfigError
 from kedge.kv.copy import PoolCopier
 from kedge.policies.prefetch import PREFETCH_WINDOW
-from kedge.settings import EngineSettings, ThrottledTiers, TierSettings
+from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.types import (
     Completion,
     FinishReason,
@@ -228,18 +227,6 @@ def test_faulty_copiers_change_no_token(
 # sizes and hints ----------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_that_fills_the_device_comes_and_goes() -> None:
-    blocks = 16
-    whole = blocks * BLOCK
-    long = [prompt(n, whole - OUT) for n in (1, 2)]
-    with engine_with(host_blocks=AMPLE, num_blocks=blocks, backup_hits=0) as engine:
-        for n in (0, 1, 0, 1):
-            request = GenerateRequest((Segment(long[n], "p0"),), SamplingParams(OUT, ignore_eos=True))
-            assert engine.submit(request).result(60).tokens == expected(long[n])
-            settle(engine)
-        assert engine.inspect()["cache"]["host_hit_tokens"] > 0
-
-
 @pytest.mark.parametrize(
     ("agent", "marker", "backed_up"),
     [("a0", None, FIXED), ("a0", -1, FIXED), ("a0", 10_000, FIXED), ("a0", 17, 16), ("", 17, 0)],
@@ -267,8 +254,6 @@ def test_the_size_of_the_host_tier() -> None:
     with engine_with(host_memory="1MiB") as engine:
         stats = engine.inspect()["cache"]
         assert stats["host_free_blocks"] == (1 << 20) // (engine.runner.spec.bytes_per_token * BLOCK)
-    with pytest.raises(ConfigError, match=r"engine\.tiers\.host_memory=5"):
-        engine_of(model(), tiers=TierSettings(host_memory=5))
 
 
 def test_a_policy_of_ones_own() -> None:

@@ -331,17 +331,6 @@ def test_shared_text_is_translated_once_a_team_is_known() -> None:
         assert figures["translated_tokens"] >= 60 + ANSWER and figures["exact_tokens"] >= 16
 
 
-def test_by_default_it_is_found_and_nothing_changes() -> None:
-    with discovering(DiscoveryMode.OBSERVE) as found:
-        for number in range(7):
-            solved, judged = team(found, number)
-            prompt = judge(words(("q", number), 60, VOCABULARY), solved.tokens, vocab=VOCABULARY)
-            assert judged.tokens == greedy(tiny_model("llama"), prompt, ANSWER)
-            assert judged.receipt.translated == 0 and judged.receipt.mode is ReuseMode.EXACT
-        figures: Any = found.inspect()["discovery"]
-        assert figures["known_agents"] > 0 and figures["shared_tokens"] > 0
-
-
 @pytest.mark.parametrize("clients", [32])
 def test_teams_at_once_with_aborts_are_served_and_nothing_is_lost(clients: int) -> None:
     with discovering(DiscoveryMode.TRANSLATE) as found:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 
 import pytest
 from hypothesis import strategies as st
@@ -121,35 +119,6 @@ def test_who_waits_goes_before_all_that_are_idle_and_by_place() -> None:
     ledger.waiting([last, first])
     known |= {key: (step or (math.inf,))[0] for key, step in ledger.advance().steps.items()}
     assert order() == [last.session, first.session, idle] and known[first.session] < 0
-
-
-def play(rounds: int) -> list[tuple[bool, bool]]:
-    """Sessions that take turns and all fit, with hints that say the opposite. Per round: whether the policy has to be
-    swapped, and whether that of sessions rules then.
-    """
-    now, found = 0.0, []
-    ledger = SessionLedger(200, lambda: now)
-    agents = itertools.count()
-    for at in range(rounds):
-        now += 1.0
-        for first in (0, 1000):
-            turn = ledger.arrive(HERE, chain(*range(first, first + 40 + at // 6)))
-            ledger.answered(turn, turn.chain)
-            agent = AgentKey(HERE, "", RunId("r"), AgentId(str(next(agents))))
-            ledger.on_forecast({agent: (0.0, 1.0)})
-            other = ledger.arrive(HERE, [random.Random(f"{at}{first}{block}").random() for block in range(30)])
-            ledger.answered(other, other.chain)
-            ledger.own(agent, other.chain)
-            found.append((ledger.advance().swaps_policy, ledger.guard.trusted))
-    return found
-
-
-def test_the_policy_is_swapped_exactly_when_the_guard_changes_its_mind() -> None:
-    found, trusted = play(60), True
-    for swaps, now_trusted in found:
-        assert swaps == (trusted != now_trusted)
-        trusted = now_trusted
-    assert any(swaps for swaps, _ in found) and not trusted
 
 
 # what clients say of sessions between requests ------------------------------------------------------------------------

@@ -190,26 +190,9 @@ def test_answers_that_are_no_numbers_are_a_fault(fake: Fake) -> None:
     assert engine.state()["withheld"] and math.isfinite(engine.state()["max_kl"])  # type: ignore[arg-type]
 
 
-def test_modes_per_request(fake: Fake) -> None:
-    engine = fake(faulty=frozenset("a"))
-    off, shadow = (GuardOrders(mode) for mode in (GuardMode.OFF, GuardMode.SHADOW))
-    for _ in range(5):
-        done = engine.ask(request(guard=off))
-        assert done.receipt.translated and done.receipt.guard == ()
-    assert engine.checks == []
-    for _ in range(20):
-        assert not engine.ask(request(guard=shadow)).receipt.translated
-    assert len(engine.checks) == 20 and engine.state()["withheld"]
-
-
 @pytest.mark.parametrize(
     "asked",
-    [
-        request(max_tokens=0),
-        replace(request(), prompt_logprobs=1),
-        request(reuse=ReuseMode.EXACT),
-        request(reuse=ReuseMode.OFF),
-    ],
+    [request(max_tokens=0), replace(request(), prompt_logprobs=1), request(reuse=ReuseMode.EXACT)],
 )
 def test_what_cannot_be_compared_is_not_checked(fake: Fake, asked: object) -> None:
     """A call without an answer would else count as a clean trial."""
@@ -548,16 +531,6 @@ def test_the_end_of_a_run_waits_for_its_trials_only() -> None:
         one.checks.stop()
         one.checks.join()
         assert one.ended == ["dense", "other", "tried"]
-
-
-def test_dropped_trials_let_their_run_end() -> None:
-    with bench(max_pending=1) as one:
-        one.checks.arrived(ELSEWHERE)
-        one.add("first")
-        one.end_run("first")
-        assert one.ended == []
-        one.add("second")
-        assert one.ended == ["first"] and one.checks.dropped == 1
 
 
 @pytest.mark.parametrize("error", [EngineClosed("engine", None, "closed"), Overloaded("n", 1, "full"), ValueError()])

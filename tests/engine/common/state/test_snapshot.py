@@ -54,19 +54,6 @@ def teacher() -> Iterator[LocalEngine]:
         yield built
 
 
-def test_an_engine_goes_on_where_another_ended(teacher: LocalEngine, tmp_path: Path) -> None:
-    saved = teacher.save(tmp_path)
-    assert (saved.pools, saved.templates) == (2, 1)
-    assert saved.nbytes == sum(path.stat().st_size for path in record_files(tmp_path))
-    asked = ((70, None), (80, None), (70, 81))
-    wanted = [ask(teacher, *one) for one in asked]
-    assert wanted[2][1] > 0
-    teacher.close()
-    with engine() as pupil:
-        assert pupil.load(tmp_path).pools == 2
-        assert [ask(pupil, *one) for one in asked] == wanted
-
-
 def test_what_has_not_changed_is_not_written_again(teacher: LocalEngine, tmp_path: Path) -> None:
     teacher.save(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in [*record_files(tmp_path), tmp_path / MANIFEST]}

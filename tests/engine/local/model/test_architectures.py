@@ -27,6 +27,7 @@ from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.settings import AnchorSettings, TierSettings
 from kedge.types import Namespace, ReuseMode, Tokens
+from tests.engine.common.state.test_files import record_files
 from tests.engine.common.state.test_snapshot import ask
 from tests.engine.local.conftest import DEVICE, YARN, engine_of
 from tests.engine.local.conftest import SHAPE as TINY
@@ -244,12 +245,14 @@ def test_kv_comes_back_from_the_host(name: str) -> None:
 QUESTIONS = ((70, None), (80, None), (70, 81))
 
 
-@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("name", ["Llama", *UNLIKE])
 def test_what_was_learned_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
     with engine_of(model_of(name), **SETTINGS) as teacher:
         for seed in (50, 60):
             ask(teacher, seed)
-        teacher.save(tmp_path)
+        saved = teacher.save(tmp_path)
+        assert (saved.pools, saved.templates) == (2, 1)
+        assert saved.nbytes == sum(path.stat().st_size for path in record_files(tmp_path))
         wanted = [ask(teacher, *one) for one in QUESTIONS]
     assert wanted[2][1] > 0
     with engine_of(model_of(name), **SETTINGS) as pupil:

@@ -24,9 +24,8 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import Sequence, Work, flatten
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.types import Namespace
-from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
+from tests.engine.local.conftest import DEVICE, FAMILIES, tiny_model
 from tests.engine.local.model.test_architectures import model_of
-from tests.engine.local.test_engine import greedy, prompt, request
 
 BLOCK = 16
 
@@ -232,19 +231,6 @@ def test_a_model_that_cannot_be_captured_goes_without(error: type[Exception], ca
             torch.testing.assert_close(runner.forward(batch), runner.run(batch))
     assert len(tries) == 1
     assert "not permitted" in caplog.text
-
-
-def test_an_engine_answers_the_same() -> None:
-    model = tiny_model("llama").to(DEVICE)
-    expected = [greedy(model, prompt(i, n), 24) for i, n in enumerate((5, 70))]
-    with engine_of(model, cuda_graphs=False) as engine:
-        runner, capture = engine.runner, Graphs()
-        assert runner.graphs is None
-        storage = engine.query(lambda parts: parts.storage)
-        runner.graphs = StepGraphs(runner.run, storage, runner.max_positions, attend, capture)
-        streams = [engine.submit(request(prompt(i, n))) for i, n in enumerate((5, 70))]
-        assert [stream.result(60).tokens for stream in streams] == expected
-    assert capture.replays >= 11
 
 
 def test_a_gpu_has_graphs_and_a_cpu_none() -> None:
