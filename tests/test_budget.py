@@ -40,6 +40,7 @@ def test_rooms_stay_within_their_budgets() -> None:
         ("commands", lambda: len(list(commands(app)))),
         ("words_of_docs", lambda: sum(len(page.read_text(encoding="utf-8").split()) for page in pages())),
         ("lines_of_benchmarks", lambda: sum(map(lines, (ROOT / "benchmarks").rglob("*.py")))),
+        ("lines_of_tests", lambda: sum(map(lines, (ROOT / "tests").rglob("*.py")))),
     ],
 )
 def test_the_whole_stays_within_its_budget(what: str, find: Callable[[], int]) -> None:

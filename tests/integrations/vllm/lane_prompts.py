@@ -170,6 +170,8 @@ class Recorder:
         """KV of the prompt that was translated last, after the write and before the pass"""
         self.hits = 0
         """Tokens that vLLM counts as hits of the connector"""
+        self.replacement: KVSegment | None = None
+        """KV of a whole prompt to be written instead of what is translated"""
         self._schedule, self._finish = engine.scheduler.schedule, engine.side.on_finish
         engine.scheduler.schedule, engine.side.on_finish = self.schedule, self.finish
         learner = engine.worker._learner
@@ -204,6 +206,9 @@ class Recorder:
 
     def write(self, order: Any) -> None:
         self._write(order)
+        if self.replacement is not None:
+            pages = self._engine.worker._learner.pages
+            pages.write(pages.table(order.blocks, only=order.spans), 0, self.replacement, None)
         self.written = self.read(order.blocks)
 
     def read(self, blocks: Sequence[int] | None = None) -> KVSegment:

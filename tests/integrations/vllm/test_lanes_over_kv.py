@@ -103,6 +103,21 @@ def test_holes_are_what_transformers_computes_over_translated_kv(taught: Taught,
     assert difference(found, full, holes) > 0.01, "else the comparison says nothing"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_over_true_kv_everything_is_as_in_dense_prefill(taught: Taught, layout: str) -> None:
+    true, logprobs = taught.reference.dense(tokens(OTHER))
+    assert len(true.keys) == taught.engine.worker._learner.pages.empty.keys.shape[0]
+    taught.engine.reset()
+    with recorded(taught.engine) as recorder, more_holes(taught.engine, LAYOUTS[layout]):
+        recorder.replacement = true
+        output = ask(taught.engine, OTHER, logprobs=VOCABULARY)
+        found = recorder.read()
+    assert receipt(output)["tokens"]["translated"] > 0
+    assert difference(found, true) < EXACT
+    assert float((first_logprobs(output) - logprobs).abs().max()) < EXACT
+    assert list(output.outputs[0].token_ids) == taught.stock[OTHER][:12]
+
+
 def test_a_busy_batch_answers_as_each_alone_and_pollutes_nothing(taught: Taught) -> None:
     engine = taught.engine
     with recorded(engine) as recorder, more_holes(engine, WIDE):
