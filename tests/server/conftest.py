@@ -27,7 +27,6 @@ from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows.server_runs import Workflows
 from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest
-from tests.engine.local.conftest import tiny_tokenizer
 
 FLOW = """
 name: pair
@@ -134,6 +133,9 @@ class Templated(ByteTokenizer):
     """Bytes, with a chat template of Transformers around them."""
 
     def __init__(self, template: str = TEMPLATE) -> None:
+        # Not before it is needed: tests on vLLM choose how Triton runs before anything imports that.
+        from tests.engine.local.conftest import tiny_tokenizer
+
         self.inner = tiny_tokenizer().inner
         self.inner.chat_template = template
 

@@ -552,6 +552,7 @@ class Twin:
     def order(self) -> list[str]:
         """The order of service, if nothing more comes."""
         rest, order = deepcopy(self), []
+        rest.place = {one: self.place(one) for one in self.waiting}.__getitem__  # by as many as wait now
         while heads := rest.heads():
             order.append(heads[0])
             rest.take(heads[0])
