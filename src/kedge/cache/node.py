@@ -268,7 +268,7 @@ class Labels:
         upper.varying = lower.varying
 
     def check_integrity(self, nodes: list[TreeNode]) -> None:
-        """Raise `PlanError` unless labels are where they are said to be, and priorities what a naive look gives."""
+        """Raise `PlanError` unless labels and priorities are what a naive look finds."""
         found = {key: node for node in nodes for key in node.labels}
         if found != self.nodes:
             raise PlanError("labels", found, "are not where they are said to be")

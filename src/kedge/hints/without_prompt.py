@@ -93,4 +93,4 @@ def _refused(kedge: Mapping[str, Any], hints: Hints) -> Iterator[ActionOutcome]:
                 yield ActionOutcome(name, ACCEPTED.get(name, NAME))
             else:
                 if name == "steps" and not hints.run:
-                    yield ActionOutcome(name, "needs the run that it is said of")
+                    yield ActionOutcome(name, "needs a run")

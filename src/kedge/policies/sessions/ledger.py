@@ -32,7 +32,7 @@ START_PACE = 1.0
 WAITING = -1.0
 """The step of a session with a request in flight: sooner than all that is idle."""
 UNKNOWN = "no such session is known"
-NAMELESS = "needs the id of the session that it is said of"
+NAMELESS = "needs the id of a session"
 GIVEN_UP = "the session ends"
 NO_SESSIONS = "this engine's cache does not follow sessions"
 LATER = "counts from the session's next answer on"

@@ -31,7 +31,6 @@ from kedge.errors import ForwardFailed, KedgeError, RequestError
 from kedge.integrations.vllm.entry_point import FORCED, died
 from kedge.integrations.vllm.plugin.hints import AFRESH, NO_PROMPT, request_hints, run_hints, salt_of, short
 from kedge.integrations.vllm.plugin.metrics import ANSWERS, LATE_ANSWERS, message
-from kedge.reuse.plan import ALL_COMPUTED
 from kedge.reuse.reasons import with_reasons
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
@@ -103,8 +102,6 @@ REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fi
 def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: Mapping[str, float]) -> Receipt:
     """Return the receipt that the plug-in sent for a request as `data`."""
     misses = tuple(Miss(one["segment"], one["reason"]) for one in data["misses"])
-    if not misses and request.prompt_logprobs is not None and request.reuse is not ReuseMode.OFF:
-        misses = (ALL_COMPUTED,)
     spans = tuple(Span(start, stop, Source(source)) for start, stop, source in data["spans"])
     reasons = with_reasons(request, spans, misses)
     return Receipt(request.request_id, request.reuse, spans, reasons, parts_ms, data["preassembled"])
