@@ -13,14 +13,16 @@ import re
 import secrets
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
 
 from kedge.engine.base import Quota
 from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
-from kedge.settings import LimitSettings
+from kedge.settings import LimitSettings, SettingsSection
 from kedge.types import Namespace, TenantId
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -101,71 +103,58 @@ class KeyRing:
         return found[0]
 
 
-def load_keys(file: Path | None, variable: str | None, default: LimitSettings) -> KeyRing:
-    """Return the keys of a file and of `KEDGE_API_KEYS`. Raises `ConfigError`, which never contains a key."""
-    tenants: dict[str, Tenant] = {}
-    known = list(_of_file(file, default))
-    for entry in filter(None, re.split(r"[,\s]+", variable or "")):
-        name, _, digest = entry.partition(":")
-        known.append((_hash(digest, f"KEDGE_API_KEYS: {name}"), _tenant(name, default)))
-    for digest, tenant in known:
-        if digest in tenants:
-            raise ConfigError("api key", tenant.id, "duplicate of another key")
-        tenants[digest] = tenant
-    return KeyRing(tenants, default)
-
-
-def _of_file(file: Path | None, default: LimitSettings) -> Iterator[tuple[str, Tenant]]:
-    if file is None:
-        return
-    try:
-        data = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError("--api-keys", str(file), str(error)) from None
-    _refuse_unknown(data, {"tenants", "operator"}, str(file))
-    tenants = data.get("tenants", {})
-    if not isinstance(tenants, dict):
-        raise ConfigError("tenants", type(tenants).__name__, "must be a table")
-    sections = [(f"{file}: tenants.{name}", name, section) for name, section in tenants.items()]
-    if "operator" in data:
-        sections.append((f"{file}: operator", OPERATOR, data["operator"]))
-    for key, name, section in sections:
-        if not isinstance(section, dict):
-            raise ConfigError(key, type(section).__name__, "must be a table with `keys`")
-        limits = {limit: value for limit, value in section.items() if limit in LimitSettings.model_fields}
-        _refuse_unknown(section, {"keys", "keep_texts", *limits}, key)
-        keys, keep_texts = section.get("keys"), section.get("keep_texts")
-        if not isinstance(keys, list) or not keys:
-            raise ConfigError(f"{key}.keys", type(keys).__name__, "must be a list of hashes, with at least one")
-        if keep_texts is not None and not isinstance(keep_texts, bool):
-            raise ConfigError(f"{key}.keep_texts", keep_texts, "must be true or false")
-        try:
-            own = LimitSettings(**{**dict(default), **limits})
-        except ConfigError as error:
-            raise ConfigError(f"{key}.{error.key.rpartition('.')[2]}", error.value, error.why) from None
-        for digest in keys:
-            yield _hash(digest, key), replace(_tenant(name, own), keep_texts=keep_texts)
-
-
-def _refuse_unknown(section: Mapping[str, Any], known: set[str], key: str) -> None:
-    for name in section:
-        if name not in known:
-            raise ConfigError(f"{key}.{name}", "…", "there is no such setting")
-
-
-def _hash(value: object, key: str) -> str:
-    """Return a hash as it stands. The error leaves the value out, since it may be a key by mistake."""
+def read_hash(value: object) -> str:
+    """Return a hash as it stands. Raises `ValueError` for anything else."""
     if not isinstance(value, str) or not _HASH.fullmatch(value):
-        raise ConfigError(key, "…", "must be `sha256:` and 64 hex digits; `kedge serve --new-key` makes one")
+        raise ValueError("must be `sha256:` and 64 hex digits; `kedge serve --new-key` makes one")
     return value
 
 
-def _tenant(name: str, limits: LimitSettings) -> Tenant:
-    if name == OPERATOR:
-        return Tenant(TenantId(OPERATOR), limits, is_operator=True)
-    if not _NAME.fullmatch(name):
-        raise ConfigError("tenant", name, "must have 1 to 64 letters, digits, '_', '.' and '-'")
-    return Tenant(TenantId(name), limits)
+class TenantSection(LimitSettings):
+    """A tenant in the file of keys."""
+
+    section = ""
+    keys: Annotated[tuple[Annotated[str, BeforeValidator(read_hash)], ...], Field(min_length=1)]
+    keep_texts: bool | None = None
+
+
+class KeyFile(SettingsSection):
+    """The file of keys."""
+
+    section = ""
+    tenants: dict[str, dict[str, Any]] = {}
+    operator: dict[str, Any] | None = None
+
+
+def load_keys(file: Path | None, variable: str | None, default: LimitSettings) -> KeyRing:
+    """Return the keys of a file and of `KEDGE_API_KEYS`. Raises `ConfigError`, which never contains a key."""
+    try:
+        found = KeyFile(**tomllib.loads(file.read_text(encoding="utf-8")) if file else {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError("--api-keys", str(file), str(error)) from None
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.key}", "…", error.why) from None
+    given = [(f"{file}: tenants.{name}", name, section) for name, section in found.tenants.items()]
+    if found.operator is not None:
+        given.append((f"{file}: operator", OPERATOR, found.operator))
+    for entry in filter(None, re.split(r"[,\s]+", variable or "")):
+        name, _, digest = entry.partition(":")
+        given.append((f"KEDGE_API_KEYS: {name}", name, {"keys": [digest]}))
+    tenants: dict[str, Tenant] = {}
+    for key, name, section in given:
+        try:
+            own = TenantSection(**{**dict(default), **section})
+        except ConfigError as error:
+            shown = error.value if error.key in LimitSettings.model_fields else "…"
+            raise ConfigError(f"{key}.{error.key}", shown, error.why) from None
+        if name != OPERATOR and not _NAME.fullmatch(name):
+            raise ConfigError("tenant", name, "must have 1 to 64 letters, digits, '_', '.' and '-'")
+        limits = LimitSettings(**own.model_dump(include=set(LimitSettings.model_fields)))
+        for digest in own.keys:
+            if digest in tenants:
+                raise ConfigError("api key", name, "duplicate of another key")
+            tenants[digest] = Tenant(TenantId(name), limits, name == OPERATOR, own.keep_texts)
+    return KeyRing(tenants, default)
 
 
 @dataclass

@@ -74,7 +74,7 @@ class SettingsSection(BaseModel):
     def _refuse_switches_as_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse `true` and `false` where a number belongs: Python would take them for 1 and 0."""
         assert info.field_name is not None
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation not in (bool, bool | None):
             raise ValueError("true and false are accepted for switches only")
         return value
 
