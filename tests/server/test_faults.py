@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
-from kedge.server import middleware
+from kedge.server import http as server_http
 from kedge.server.anthropic import MessagesBody
 from kedge.server.responses import ResponsesBody
 from kedge.settings import ServerSettings
@@ -177,7 +177,7 @@ def test_a_body_that_comes_byte_by_byte_is_read(served: Served) -> None:
 
 
 def test_a_body_that_never_comes_is_waited_for_only_so_long(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(server_http, "BODY_SECONDS", 0.05)
     status, body = raw_answer(served, 100, [b"{"])
     assert (status, body["error"]["code"]) == (408, "request_timeout")
 

@@ -149,7 +149,7 @@ def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Cons
     app = create_app(engine, server, keys, tracing.exporting(name) if server.tracing else None)
     url = f"http://{server.host}:{server.port}"
     dtype = f" in {found}" if (found := engine.inspect().get("dtype")) else ""
-    console.print(f"{name}{dtype} on {url}/v1, API page at /docs", markup=False, highlight=False)
+    console.print(f"{name}{dtype} on {url}/v1, API described at /openapi.json", markup=False, highlight=False)
     # The log is configured, and the application writes a line of its own for every call.
     options = {"host": server.host, "port": server.port, "log_config": None, "access_log": False}
     GracefulServer(app, on_failure=_exit_soon, **options).run()

@@ -29,7 +29,7 @@ from kedge.server import responses as responses_api
 from kedge.server.dashboard import routes as dashboard
 from kedge.server.http import ERRORS, JSONAnswer, answers, install_errors
 from kedge.server.logs import AccessLogMiddleware
-from kedge.server.middleware import BodySizeLimit, BoundedConnection, HostCheck
+from kedge.server.middleware import BoundedConnection, HostCheck
 from kedge.server.openai import generation as openai_api
 from kedge.server.service import Service
 from kedge.server.tenancy import KeyRing
@@ -67,7 +67,6 @@ def create_app(
         app.include_router(api.router)
     app.include_router(_router)
     install_errors(app)
-    app.add_middleware(BodySizeLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(HostCheck, bound=settings.host, allowed=settings.allowed_hosts)
     app.add_middleware(AccessLogMiddleware, tracing=tracing)
     return app

@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import chain, islice
 from typing import Any
@@ -35,7 +35,7 @@ from kedge.types import (
 from kedge.workflow.forecast import Changes
 
 REMEMBERED = 64
-"""Of a tenant: agents whose fixed prompt is known, lines of failures, and ended runs of the server."""
+"""Of a tenant: agents whose fixed prompt is known, failures, and ended runs of the server."""
 MAX_TEXT_TOKENS = 1 << 17
 """Of all prompts and answers that are kept of one tenant."""
 
@@ -94,15 +94,6 @@ def text_of(request: GenerateRequest, completion: Completion, tokenizer: Tokeniz
 
 
 @dataclass(slots=True)
-class FailureLine:
-    """Equal failures in a row; `newest` is the last of them."""
-
-    newest: CallFailure
-    at: float
-    count: int = 1
-
-
-@dataclass(slots=True)
 class TenantHistory:
     """One tenant's bounded past and present. Callers hold the lock of `History`."""
 
@@ -115,7 +106,8 @@ class TenantHistory:
     """The beginning that an agent's prompts share, as of its last call."""
     steps: BoundedDict[AgentKey, float] = field(default_factory=BoundedDict)
     """Steps-to-execution of expected agents; infinite where unknown."""
-    failures: deque[FailureLine] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    failures: deque[tuple[float, CallFailure]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """When each of them came, and what it was."""
 
     def trim_texts(self) -> None:
         """Forget the oldest texts beyond `MAX_TEXT_TOKENS`."""
@@ -185,13 +177,9 @@ class History(Watcher):
                     mine.steps[key] = next_run.steps
 
     def failed(self, tenant: TenantId, failure: CallFailure) -> None:
-        """Record a call or a run that ended in an error; those in a row that differ only in the reason share a line."""
+        """Record a call or a run that ended in an error."""
         with self._changing(tenant) as mine:
-            last = mine.failures[-1] if mine.failures else None
-            if last and replace(last.newest, reason=failure.reason) == failure:
-                last.newest, last.at, last.count = failure, self._clock(), last.count + 1
-            else:
-                mine.failures.append(FailureLine(failure, self._clock()))
+            mine.failures.append((self._clock(), failure))
 
     def state(self, tenant: TenantId, since: int = 0) -> dict[str, Any]:
         """Return one tenant's past as plain data: the calls that have changed since version `since`,
@@ -200,8 +188,8 @@ class History(Watcher):
         with self._lock:
             mine, now = self._of(tenant), self._clock()
             failures = [
-                {**asdict(one.newest), "kind": one.newest.kind, "age_s": round(now - one.at, 1), "count": one.count}
-                for one in reversed(mine.failures)
+                {**asdict(one), "type": one.type, "kind": one.kind, "age_s": round(now - at, 1)}
+                for at, one in reversed(mine.failures)
             ]
             return {
                 "version": mine.version,

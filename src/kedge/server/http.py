@@ -5,14 +5,15 @@ Errors are answered in the format of OpenAI's API: `{"error": {"message", "type"
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -28,6 +29,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import DictSchema, ListSchema
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -44,31 +46,10 @@ from kedge.errors import (
     Unauthenticated,
     WorkflowError,
 )
-from kedge.server.threads import Threads
+from kedge.server.logs import CLIENT_GONE
 from kedge.types import Completion, Source
 
 OVERLOADED = "overloaded"
-
-
-@dataclass(frozen=True, slots=True)
-class CallFailure:
-    """A call or a run that ended in an error."""
-
-    status: int
-    code: str
-    reason: str
-    route: str = ""
-    """Method and path, for a call."""
-    workflow: str = ""
-    agent: str = ""
-    run: str = ""
-
-    @property
-    def kind(self) -> str:
-        """`refused` where the client or a limit was the cause, `failed` where it was the server."""
-        return "refused" if self.status < 500 or self.code == OVERLOADED else "failed"
-
-
 DONE = b"data: [DONE]\n\n"
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
@@ -124,8 +105,8 @@ YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 
 
 class TypedRoute(APIRoute):
-    """Route that answers 415 to a body in a media type that it does not declare, or without a type, and reads long
-    bodies off the event loop.
+    """Route that reads the bodies of callers who are known, see `read_body`, long ones off the event loop. It answers
+    415 to a body in a media type that it does not declare, or without a type.
 
     This keeps out web pages of other sites: a browser lets them send forms and plain text freely, but makes a preflight
     request before JSON or YAML, which this server does not grant.
@@ -136,15 +117,49 @@ class TypedRoute(APIRoute):
         declared = tuple(body.get("content", ())) or ((JSON_TYPE,) if self.body_field else ())
         handle = super().get_route_handler()
 
-        async def handle_declared(request: Request) -> Response:
+        async def handle_read(request: Request) -> Response:
+            service = request.app.state.service
+            service.authenticate(request)
+            if request.method == "GET":
+                return await handle(request)
+            try:
+                content = request._body = await read_body(request, service.settings.max_body_bytes)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_GONE)
             if declared:
                 require_type(request, declared)
-            if self.body_field and len(content := await request.body()) > long_body:
-                threads: Threads = request.app.state.service.threads
-                request._json = await threads.work(partial(_checked, self.body_field, content))
+            if self.body_field and len(content) > long_body:
+                request._json = await service.threads.work(partial(_checked, self.body_field, content))
             return await handle(request)
 
-        return handle_declared
+        return handle_read
+
+
+MAX_DRAINED = 16
+"""A body over the limit is read up to this many times the limit before the refusal, so that its sender reads it."""
+BODY_SECONDS = 60.0
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """Return the body. Raises `HTTPException` for one that is too large (413), too slow (408) or of two lengths (400),
+    and `ClientDisconnect`.
+    """
+    if "transfer-encoding" in request.headers and "content-length" in request.headers:
+        raise HTTPException(400, "has two lengths")
+    body, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if len(body) <= most:
+                    body += chunk
+                if size > MAX_DRAINED * most:
+                    break
+    except TimeoutError:
+        raise HTTPException(408, "the body did not come in time") from None
+    if len(body) > most:
+        raise HTTPException(413, f"a body has at most {most} bytes")
+    return bytes(body)
 
 
 def _checked(field: Any, content: bytes) -> Any:
@@ -237,7 +252,7 @@ def accepted(what: str) -> WrapValidator:
 logger = logging.getLogger(__name__)
 MAX_MESSAGE_CHARS = 1000
 """A message may quote a value that is as long as a body."""
-INVALID_REQUEST = "invalid_request_error"
+INVALID_REQUEST, INTERNAL = "invalid_request_error", "internal_error"
 
 
 class ErrorDetail(BaseModel):
@@ -270,73 +285,94 @@ def answers(*statuses: int, kinds: Iterable[str] = JSON) -> Answers:
     return {status: {"description": "Successful", "content": content} for status in statuses}
 
 
-class Problem(NamedTuple):
-    """Status and code of an error answer."""
-
-    status: int
-    code: str | None
-
-
-KINDS: tuple[tuple[type[KedgeError], Problem], ...] = (
-    (Unauthenticated, Problem(401, "invalid_api_key")),
-    (NotFound, Problem(404, "not_found")),
-    (LimitReached, Problem(429, "rate_limit_exceeded")),
-    (Overloaded, Problem(503, OVERLOADED)),
-    (OutOfBlocks, Problem(503, OVERLOADED)),
-    (EngineClosed, Problem(503, "engine_closed")),
-    (PromptTooLong, Problem(400, "context_length_exceeded")),
-    (RequestError, Problem(400, None)),
-    (WorkflowError, Problem(400, None)),
+KINDS: tuple[tuple[type[KedgeError], int, str | None], ...] = (
+    (Unauthenticated, 401, "invalid_api_key"),
+    (NotFound, 404, "not_found"),
+    (LimitReached, 429, "rate_limit_exceeded"),
+    (Overloaded, 503, OVERLOADED),
+    (OutOfBlocks, 503, OVERLOADED),
+    (EngineClosed, 503, "engine_closed"),
+    (PromptTooLong, 400, "context_length_exceeded"),
+    (RequestError, 400, None),
+    (WorkflowError, 400, None),
+    (KedgeError, 500, INTERNAL),
 )
-"""The first match counts; any other error is an internal one."""
-SOURCES = frozenset({"body", "query", "path", "header"})
-"""First part of the location of a bad value in FastAPI's errors, which is no field's name."""
-NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
-"""Pydantic's errors whose messages name Python types."""
-INTERNAL = Problem(500, "internal_error")
-BUG = "internal error of the server, see its log"
-
-
-def problem_of(error: KedgeError) -> Problem:
-    """Return the status and the code for `error`."""
-    found = next((problem for kind, problem in KINDS if isinstance(error, kind)), INTERNAL)
-    return found._replace(code="model_not_found") if isinstance(error, NotFound) and error.key == "model" else found
-
-
-def problem_body(message: str, problem: Problem, param: str | None = None) -> dict[str, Any]:
-    """Return the body of an error answer."""
-    short = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"
-    kind = "rate_limit_error" if problem.status == 429 else "server_error" if problem.status >= 500 else INVALID_REQUEST
-    return {"error": {"message": short, "type": kind, "param": param, "code": problem.code}}
-
-
-ANTHROPIC_TYPES = {
-    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
-    500: "api_error", 503: "overloaded_error",
-}  # fmt: skip
-"""Status of an error -> its type in Anthropic's API; of all others `invalid_request_error`"""
-
-
-def in_dialect(path: str, body: dict[str, Any], status: int) -> dict[str, Any]:
-    """Return the body of an error as clients of this path read it."""
-    if not path.startswith("/v1/messages"):
-        return body
-    return {"type": "error", "error": {**body["error"], "type": ANTHROPIC_TYPES.get(status, INVALID_REQUEST)}}
-
-
-def error_body(error: KedgeError) -> dict[str, Any]:
-    """Return `error` as the body of an answer or the data of a stream's event."""
-    problem = problem_of(error)
-    notes = getattr(error, "__notes__", [])
-    message = f"{error} ({'; '.join(notes)})" if notes else str(error)
-    return problem_body(message, problem, error.key if problem.status in (400, 404) else None)
-
-
+"""Errors with their statuses and codes; the first match counts."""
 CODES = {
     400: "invalid_request", 404: "not_found", 405: "method_not_allowed", 408: "request_timeout",
     413: "request_too_large", 415: "unsupported_media_type", 421: "untrusted_host",
 }  # fmt: skip
 """Status of what is refused before it reaches its route -> its code"""
+ANTHROPIC_TYPES = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
+"""Status of an error -> its type in Anthropic's API; of all others `invalid_request_error`"""
+SOURCES = frozenset({"body", "query", "path", "header"})
+"""First part of the location of a bad value in FastAPI's errors, which is no field's name."""
+NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
+"""Pydantic's errors whose messages name Python types."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """How a call or a run ended in an error: what its client is told, and where it was."""
+
+    status: int
+    code: str | None
+    reason: str
+    param: str | None = None
+    route: str = ""
+    """Method and path, for a call."""
+    workflow: str = ""
+    agent: str = ""
+    run: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> CallFailure:
+        """Return what is told of an error; of one that nobody raised on purpose, that there was one."""
+        code: str | None = INTERNAL
+        param: str | None = None
+        status, reason = 500, "internal error of the server, see its log"
+        match error:
+            case KedgeError():
+                status, code = next((status, code) for kind, status, code in KINDS if isinstance(error, kind))
+                code = "model_not_found" if isinstance(error, NotFound) and error.key == "model" else code
+                notes = "; ".join(getattr(error, "__notes__", []))
+                reason = f"{error} ({notes})" if notes else str(error)
+                param = error.key if status in (400, 404) else None
+            case RequestValidationError():
+                first, status, code, reason = error.errors()[0], 400, None, "the body must be JSON"
+                if first["type"] != "json_invalid":
+                    place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
+                    why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
+                    reason, param = f"{'.'.join(place) or 'body'}: {why}", place[0] if place else None
+            case HTTPException():
+                status, code, reason = error.status_code, CODES.get(error.status_code), str(error.detail)
+                param = "Host" if status == 421 else None
+        return cls(status, code, reason[:MAX_MESSAGE_CHARS] + "…" * (len(reason) > MAX_MESSAGE_CHARS), param)
+
+    def at(self, request: Request) -> CallFailure:
+        """Return the failure with its call; its agent is known once the call's hints were read."""
+        known, hints = (
+            replace(self, route=f"{request.method} {request.scope['path']}"),
+            getattr(request.state, "hints", None),
+        )
+        return replace(known, workflow=hints.workflow, agent=hints.agent, run=hints.run) if hints else known
+
+    @property
+    def kind(self) -> str:
+        """`refused` where the client or a limit was the cause, `failed` where it was the server."""
+        return "refused" if self.status < 500 or self.code == OVERLOADED else "failed"
+
+    def body(self) -> dict[str, Any]:
+        """Return it as the body of an answer or the data of a stream's event."""
+        return {"error": {"message": self.reason, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def type(self) -> str:
+        """The kind of error in OpenAI's words."""
+        return "rate_limit_error" if self.status == 429 else "server_error" if self.status >= 500 else INVALID_REQUEST
 
 
 def install_errors(app: FastAPI) -> None:
@@ -346,48 +382,29 @@ def install_errors(app: FastAPI) -> None:
 
 
 async def answer_error(request: Request, error: Exception) -> JSONAnswer:
-    """Return the answer to a call that ended in an error; count it, and report it, for the calling tenant, if it is
-    known.
+    """Return the answer to a call that ended in an error, in its client's dialect; count it, and report it, for the
+    calling tenant, if it is known.
     """
-    path, status, headers = request.scope["path"], INTERNAL.status, dict[str, str]()
-    body = problem_body(BUG, INTERNAL)  # Starlette logs it
-    match error:
-        case KedgeError():
-            body, status = error_body(error), problem_of(error).status
-            if status == INTERNAL.status:
-                logger.error("a call failed: %s", error)
-            headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(status, {})
-            if isinstance(error, LimitReached):
-                headers = {"Retry-After": str(math.ceil(error.retry_after))}
-            if isinstance(error, PromptTooLong) and path.startswith("/v1/messages"):  # which clients look for
-                body["error"]["message"] = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
-        case RequestValidationError():
-            first, status = error.errors()[0], 400
-            place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
-            is_json = first["type"] != "json_invalid"
-            why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
-            message = f"{'.'.join(place) or 'body'}: {why}" if is_json else "the body must be JSON"
-            param = place[0] if is_json and place else None
-            body = problem_body(message, Problem(400, None), param)
-        case HTTPException():
-            status, headers = error.status_code, dict(error.headers or {})
-            param = "Host" if status == 421 else None
-            body = problem_body(str(error.detail), Problem(status, CODES.get(status)), param)
+    failure, path = CallFailure.of(error).at(request), request.scope["path"]
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}.get(failure.status, {})
+    if isinstance(error, LimitReached):
+        headers = {"Retry-After": str(math.ceil(error.retry_after))}
+    elif isinstance(error, HTTPException):
+        headers = dict(error.headers or {})
+    elif isinstance(error, KedgeError) and failure.status == 500:  # Starlette logs those of others
+        logger.error("a call failed: %s", error)
     tenant, service = getattr(request.state, "tenant", None), request.app.state.service
-    owner = tenant.id if tenant else None
-    if path.startswith("/v1/") and not path.startswith("/v1/dashboard/"):
-        service.failed(owner, failure_of(request, body, status))
-    else:
-        service.metrics.errors.labels(owner or "", status).inc()
-    return JSONAnswer(in_dialect(path, body, status), status, headers=headers)
-
-
-def failure_of(request: Request, body: Mapping[str, Any], status: int) -> CallFailure:
-    """Return the record of a call that was answered with an error; its agent is known once its hints were read."""
-    error, hints = body["error"], getattr(request.state, "hints", None)
-    route = f"{request.method} {request.scope['path']}"
-    agent = {"workflow": hints.workflow, "agent": hints.agent, "run": hints.run} if hints else {}
-    return CallFailure(status, error["code"] or error["type"], error["message"], route, **agent)
+    is_listed = path.startswith("/v1/") and not path.startswith("/v1/dashboard/")
+    service.failed(tenant.id if tenant else None, failure, is_listed=is_listed)
+    body = failure.body()
+    if path.startswith("/v1/messages"):
+        if isinstance(error, PromptTooLong):  # which clients look for
+            body["error"]["message"] = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+        body = {
+            "type": "error",
+            "error": {**body["error"], "type": ANTHROPIC_TYPES.get(failure.status, INVALID_REQUEST)},
+        }
+    return JSONAnswer(body, failure.status, headers=headers)
 
 
 # receipts ------------------------------------------------------------------------------------------------------------

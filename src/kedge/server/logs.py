@@ -15,28 +15,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kedge.server.tracing import OpenTelemetry
-from kedge.structures.bounded import BoundedDict
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the call that is being answered; empty outside of calls and in the engine's threads."""
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 """Attributes of every record; all others were passed as `extra`."""
 TEXT = "%(asctime)s %(levelname)s %(name)s %(request_id)s%(message)s"
-
-
-class Seldom(logging.Filter):
-    """Filter that passes a warning on once a minute: strangers can cause thousands of them."""
-
-    def __init__(self, seconds: float = 60.0) -> None:
-        super().__init__()
-        self._seconds, self._last = seconds, BoundedDict[str, float](64)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        key, last = str(record.msg)[:40], self._last.get(str(record.msg)[:40])
-        if record.levelno < logging.WARNING or (last is not None and record.created - last < self._seconds):
-            return record.levelno < logging.WARNING
-        self._last[key] = record.created
-        return True
 
 
 class TextLine(logging.Formatter):
@@ -76,14 +60,10 @@ def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
         {
             "version": 1,
             "disable_existing_loggers": False,
-            "filters": {"seldom": {"()": Seldom}},
             "formatters": {"line": {"()": formatter}},
             "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
             "root": {"level": level, "handlers": ["stderr"]},
-            "loggers": {
-                "httpx": {"level": "WARNING"},
-                **{name: {"filters": ["seldom"]} for name in ("asyncio", "uvicorn.error")},
-            },
+            "loggers": {"httpx": {"level": "WARNING"}},
         }
     )
 
@@ -117,7 +97,7 @@ class AccessLogMiddleware:
             await send(message)
 
         try:
-            tracing = self._tracing.called(scope["path"], Headers(scope=scope)) if self._tracing else nullcontext()
+            tracing = self._tracing.called(Headers(scope=scope)) if self._tracing else nullcontext()
             with tracing:
                 await self._app(scope, receive, send_named)
         finally:

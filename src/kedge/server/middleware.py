@@ -1,4 +1,4 @@
-"""What strangers may do: the check of `Host` headers, and bounds of connections, heads of requests and bodies."""
+"""What strangers may do: the check of `Host` headers, and bounds of connections and of heads of requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kedge.checks import parse_host
-from kedge.errors import Unauthenticated
 from kedge.server.http import answer_error
 
 if TYPE_CHECKING:
@@ -59,71 +58,14 @@ class HostCheck:
         return host.is_loopback or self._any_address or host in self._known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":  # of which the server leaves out the body
+            scope = {**scope, "method": "GET"}
         given = Headers(scope=scope).getlist("host") if scope["type"] == "http" else []
         if scope["type"] != "http" or scope["path"] in PROBES or self.trusts(given):
             await self._app(scope, receive, send)
             return
         why = f"Host={', '.join(given)!r}: is not a name of this server (kedge serve --allowed-host NAME adds one)"
         await (await answer_error(Request(scope), HTTPException(421, why)))(scope, receive, send)
-
-
-MAX_DRAINED = 16
-"""A body over the limit is read up to this many times the limit before the refusal, so that its sender reads it."""
-BODY_SECONDS = 60.0
-
-
-class BodySizeLimit:
-    """Middleware that reads the bodies of callers who are known, and refuses those that are too large (413), too slow
-    (408) or of two lengths (400).
-    """
-
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self._app, self._max_bytes = app, max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
-            is_head = scope.get("method") == "HEAD"  # the server leaves the body out
-            await self._app({**scope, "method": "GET"} if is_head else scope, receive, send)
-            return
-        headers, request = Headers(scope=scope), Request(scope)
-        try:
-            request.state.tenant = scope["app"].state.service.keys.of_headers(headers)
-            if "transfer-encoding" in headers and "content-length" in headers:
-                raise HTTPException(400, "has two lengths")
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await self._read(receive)
-            if body is not None and len(body) > self._max_bytes:
-                raise HTTPException(413, f"a body has at most {self._max_bytes} bytes")
-        except TimeoutError:
-            error: Exception = HTTPException(408, "the body did not come in time")
-        except (Unauthenticated, HTTPException) as refused:
-            error = refused
-        else:
-            if body is not None:
-                await self._app(scope, _replayed(body, receive), send)
-            return
-        await (await answer_error(request, error))(scope, receive, send)
-
-    async def _read(self, receive: Receive) -> bytes | None:
-        """Return the body, or a little more than is allowed of it; None if the client has disconnected."""
-        body, size = bytearray(), 0
-        while (message := await receive())["type"] == "http.request":
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if len(body) <= self._max_bytes:
-                body += chunk
-            if not message.get("more_body") or size > MAX_DRAINED * self._max_bytes:
-                return bytes(body)
-        return None
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def next_message() -> Message:
-        return waiting.pop() if waiting else await receive()
-
-    return next_message
 
 
 def most_connections(most: int = 4096, spare: int = 128) -> int:

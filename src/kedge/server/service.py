@@ -161,10 +161,11 @@ class Service:
         self.metrics.finished(tenant.id, completion)
         self.meter(tenant).tokens.use(completion.receipt.prompt_tokens + len(completion.tokens))
 
-    def failed(self, tenant: TenantId | None, failure: CallFailure) -> None:
+    def failed(self, tenant: TenantId | None, failure: CallFailure, *, is_listed: bool = True) -> None:
         """Count a call that was answered with an error, and report it; `tenant` is None where the key is unknown."""
         self.metrics.errors.labels(tenant or NO_TENANT, failure.status).inc()
-        self.report_failure(tenant, failure)
+        if is_listed:
+            self.report_failure(tenant, failure)
 
     def report_failure(self, tenant: TenantId | None, failure: CallFailure) -> None:
         """Report what ended in an error. Where no keys are asked for, everything is the one tenant's."""

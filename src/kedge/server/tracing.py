@@ -20,8 +20,6 @@ from kedge.workflow.spec import tool_name
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer, TracerProvider
 
-CHAT = "/v1/chat/completions"
-_OPERATION = "kedge.operation"
 FIRST_TOKEN = "gen_ai.first_token"
 
 
@@ -35,12 +33,11 @@ class OpenTelemetry:
         self.model_name, self._extract = model_name, extract
 
     @contextmanager
-    def called(self, path: str, headers: Mapping[str, str]) -> Iterator[None]:
-        """Let new spans be children of the caller's; `path` is the route's."""
+    def called(self, headers: Mapping[str, str]) -> Iterator[None]:
+        """Let new spans be children of the caller's."""
         from opentelemetry import context
 
-        operation = "chat" if path == CHAT else "text_completion"
-        token = context.attach(context.set_value(_OPERATION, operation, self._extract(headers)))
+        token = context.attach(self._extract(headers))
         try:
             yield
         finally:
@@ -61,13 +58,36 @@ class OpenTelemetry:
         parent = set_span_in_context(within) if within else None
         return self._tracer.start_span(f"{operation} {name}", parent, kind=SpanKind[kind], attributes=about)
 
-    def generation(self, tenant: str) -> GenerationSpan:
+    def generation(self, operation: str, tenant: str) -> Span:
         """Begin the span of a call's generations, before they are submitted."""
-        from opentelemetry import context
-
         attributes = {"gen_ai.request.model": self.model_name, "kedge.tenant": tenant}
-        span = self.begin(str(context.get_value(_OPERATION)), self.model_name, attributes, kind="SERVER")
-        return GenerationSpan(span, self.model_name)
+        return self.begin(operation, self.model_name, attributes, kind="SERVER")
+
+    def submitting(self, span: Span, requests: Sequence[GenerateRequest]) -> None:
+        """Record the attributes of a call's requests."""
+        first = requests[0]
+        attributes = {
+            **_request_attributes(first.sampling),
+            "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
+            "gen_ai.agent.name": first.agent or None,
+            "gen_ai.conversation.id": first.run or None,
+            "kedge.workflow": first.workflow or None,
+            "kedge.reuse": first.reuse.value,
+        }
+        span.set_attributes(_known(attributes))
+
+    def ended(self, span: Span, completions: Sequence[Completion]) -> None:
+        """End the span of generations: nothing of them is left in the engine."""
+        receipts = [one.receipt for one in completions]
+        attributes = {
+            "gen_ai.response.model": self.model_name,
+            "gen_ai.response.finish_reasons": [one.finish_reason.value for one in completions] or None,
+            "gen_ai.usage.input_tokens": sum(one.prompt_tokens for one in receipts),
+            "gen_ai.usage.output_tokens": sum(len(one.tokens) for one in completions),
+            **{f"kedge.prompt_tokens.{source}": sum(one.tokens(source) for one in receipts) for source in Source},
+        }
+        span.set_attributes(_known(attributes))
+        span.end()
 
 
 def exporting(model_name: str) -> OpenTelemetry:
@@ -85,47 +105,6 @@ def exporting(model_name: str) -> OpenTelemetry:
     provider = TracerProvider(resource=Resource.create({"service.name": "kedge"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     return OpenTelemetry(provider, model_name)
-
-
-class GenerationSpan:
-    """Span of one call's generations, from their submission to their end."""
-
-    def __init__(self, span: Span, model_name: str) -> None:
-        self._span, self._model_name = span, model_name
-
-    def submitting(self, requests: Sequence[GenerateRequest]) -> None:
-        """Record the attributes of the requests."""
-        first = requests[0]
-        attributes = {
-            **_request_attributes(first.sampling),
-            "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
-            "gen_ai.agent.name": first.agent or None,
-            "gen_ai.conversation.id": first.run or None,
-            "kedge.workflow": first.workflow or None,
-            "kedge.reuse": first.reuse.value,
-        }
-        self._span.set_attributes(_known(attributes))
-
-    def begun(self) -> None:
-        """Record the first token of a generation."""
-        self._span.add_event(FIRST_TOKEN)
-
-    def ended(self, completions: Sequence[Completion]) -> None:
-        """End the span: nothing of the call is left in the engine."""
-        receipts = [one.receipt for one in completions]
-        attributes = {
-            "gen_ai.response.model": self._model_name,
-            "gen_ai.response.finish_reasons": [one.finish_reason.value for one in completions] or None,
-            "gen_ai.usage.input_tokens": sum(one.prompt_tokens for one in receipts),
-            "gen_ai.usage.output_tokens": sum(len(one.tokens) for one in completions),
-            **{f"kedge.prompt_tokens.{source}": sum(one.tokens(source) for one in receipts) for source in Source},
-        }
-        self._span.set_attributes(_known(attributes))
-        self._span.end()
-
-    def failed(self, error: BaseException) -> None:
-        """End the span with the error that kept the call from beginning."""
-        _fail(self._span, error, str(error))
 
 
 class WorkflowSpan:
@@ -154,7 +133,7 @@ class WorkflowSpan:
                 self._begun.add(request)
                 self._open[request].add_event(FIRST_TOKEN)
             case EventKind.ANSWERED if event.completion:
-                GenerationSpan(self._open.pop(request), self._tracing.model_name).ended([event.completion])
+                self._tracing.ended(self._open.pop(request), [event.completion])
                 if agent.tool is not None:
                     name = tool_name(agent.tool)
                     about |= {"gen_ai.tool.name": name, "gen_ai.tool.type": "function"}
@@ -169,7 +148,7 @@ class WorkflowSpan:
             if error is None:
                 span.end()
             else:
-                _fail(span, error)
+                fail(span, error)
 
 
 def _request_attributes(sampling: SamplingParams) -> dict[str, Any]:
@@ -182,7 +161,8 @@ def _request_attributes(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _fail(span: Span, error: BaseException, why: str | None = None) -> None:
+def fail(span: Span, error: BaseException, why: str | None = None) -> None:
+    """End a span with an error; `why` has no text of prompts or answers."""
     from opentelemetry.trace import Status, StatusCode
 
     span.set_attribute("error.type", type(error).__name__)

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Response
 
@@ -32,13 +32,11 @@ from kedge.server.http import (
     ERRORS,
     EVENTS,
     JSON,
+    CallFailure,
     EventStream,
     JSONAnswer,
     TypedRoute,
     answers,
-    error_body,
-    failure_of,
-    problem_of,
     receipt,
     sent_as,
 )
@@ -49,7 +47,7 @@ from kedge.server.openai.tool_calls import PARSERS, AnswerReader, grammar_of
 from kedge.server.openai.writers import AnswerWriter, CompletionsWriter
 from kedge.server.service import Service
 from kedge.server.tenancy import Meter
-from kedge.server.tracing import GenerationSpan
+from kedge.server.tracing import FIRST_TOKEN, fail
 from kedge.server.workflows.client_runs import values_for
 from kedge.server.workflows.server_runs import CallScope, TheCaller
 from kedge.types import (
@@ -65,6 +63,9 @@ from kedge.types import (
     ValueKind,
 )
 from kedge.workflow.graph import Step
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 ANSWERS = answers(200, kinds=(*JSON, *EVENTS))
 """Documentation of the answers of routes that generate"""
@@ -133,9 +134,9 @@ async def _events(call: Generation, writer: AnswerWriter) -> AsyncIterator[bytes
 
 def failure(writer: AnswerWriter, error: KedgeError, caller: CallScope) -> bytes:
     """Return the end of a stream of which a call has failed, and count the call."""
-    body = error_body(error)
-    caller.service.failed(caller.tenant.id, failure_of(caller.request, body, problem_of(error).status))
-    return b"".join(writer.failed(body["error"]))
+    failed = CallFailure.of(error).at(caller.request)
+    caller.service.failed(caller.tenant.id, failed)
+    return b"".join(writer.failed(failed.body()["error"]))
 
 
 class Generation:
@@ -148,7 +149,7 @@ class Generation:
     step: Step | None = None
     """The turn of the agent whose template is filled"""
     _meter: Meter | None = None
-    _span: GenerationSpan | None = None
+    _span: Span | None = None
 
     def __init__(self, caller: CallScope, body: AnyBody, hints: Hints, grammar: str) -> None:
         """Of a conversation, of texts or token ids as they stand, or, where the hints have bindings, of a registered
@@ -191,13 +192,13 @@ class Generation:
         was before.
         """
         run, service, tenant, agent = self.run, self.caller.service, self.caller.tenant, self.hints.agent
-        fills, threads = self.hints.bindings is not None, service.threads
+        fills, threads, tracing = self.hints.bindings is not None, service.threads, service.tracing
 
         def submit() -> list[Stream]:
             """Build and submit all requests or, if one is refused, none."""
             self.requests = self._requests()
-            if self._span:
-                self._span.submitting(self.requests)
+            if tracing and self._span:
+                tracing.submitting(self._span, self.requests)
             streams: list[Stream] = []
             try:
                 for request in self.requests:
@@ -215,14 +216,15 @@ class Generation:
             self.step = Step(agent, 0)
         try:
             self._meter = service.admit(tenant, count)
-            self._span = service.tracing.generation(tenant.id) if service.tracing else None
+            operation = "chat" if isinstance(self.body, ChatBody) else "text_completion"
+            self._span = tracing.generation(operation, tenant.id) if tracing else None
             may_wait = bool(self.sampling.grammar)  # for others of its tenant to be read
             streams = await (asyncio.wrap_future(threads.wait(submit)) if may_wait else threads.work(submit))
         except BaseException as error:  # cancellation too must undo it
             if self._meter:
                 self._meter.give_back(count)
             if self._span:
-                self._span.failed(error)
+                fail(self._span, error, str(error))
             if run and agent:
                 run.undo(agent, self.step)
             self._name_field(error)
@@ -248,7 +250,7 @@ class Generation:
         if isinstance(item, TokenDelta):
             if self._span and item.tokens and at not in self._begun:
                 self._begun.add(at)
-                self._span.begun()
+                self._span.add_event(FIRST_TOKEN)
             if item.completion:
                 self.completions[at] = item.completion
                 self.caller.service.finished(self.caller.tenant, item.completion)
@@ -263,8 +265,8 @@ class Generation:
     def _is_over(self) -> None:
         """Book the end of all generations."""
         run, runs, hints = self.run, self.caller.workflows.client_runs, self.hints
-        if self._span:
-            self._span.ended([one for one in self.completions if one])
+        if self._span and (tracing := self.caller.service.tracing):
+            tracing.ended(self._span, [one for one in self.completions if one])
         if run and self.step and self.completions[0]:
             run.keep(self.step, self.completions[0], self.caller.service.engine.tokenizer)
         if run and hints.agent:

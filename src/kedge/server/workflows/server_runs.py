@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 from kedge.errors import KedgeError, NotFound, RequestError, Unauthenticated
 from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
 from kedge.server.history import REMEMBERED
-from kedge.server.http import BUG, INTERNAL, CallFailure, error_body, event, problem_body, problem_of, receipt
+from kedge.server.http import CallFailure, event, receipt
 from kedge.server.service import Service
 from kedge.server.tenancy import OPERATOR, Meter, Tenant
 from kedge.server.tracing import WorkflowSpan
@@ -152,13 +152,11 @@ class ServerRun:
         elif self.is_cancelled and not died:
             status = RunStatus.CANCELLED
         else:
-            error, code, data = died or error, INTERNAL.status, problem_body(BUG, INTERNAL)
-            if isinstance(error, KedgeError):
-                code, data = problem_of(error).status, error_body(error)
-            else:
+            error = died or error
+            if not isinstance(error, KedgeError):
                 logger.error("a run failed", exc_info=error)
-            said, place = data["error"], {"workflow": self.workflow, "run": self.id}
-            failure = CallFailure(code, said["code"] or said["type"], said["message"], **place)
+            failure = replace(CallFailure.of(error), workflow=self.workflow, run=self.id)
+            data = failure.body()
             self.service.report_failure(self.tenant.id, failure)
         if self._span:
             self._span.ended(status.value, error if status is RunStatus.FAILED else None)

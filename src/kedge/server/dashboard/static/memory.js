@@ -46,7 +46,7 @@ export function state() {
   const all = [...calls.values()].sort((a, b) => b.number - a.number).map((call) => ({ ...call, age_s: Math.round(now - call.at) }));
   const answered = all.filter((call) => call.tokens);
   const failures = { list: told.failures, refused: 0, failed: 0 };
-  for (const one of told.failures) failures[one.kind] += one.count;
+  for (const one of told.failures) failures[one.kind] += 1;
   return {
     ...told,
     engine,

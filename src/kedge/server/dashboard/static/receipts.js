@@ -59,7 +59,7 @@ export function misses({ misses: list, tokens }) {
   return muted(tokens.computed ? "only the last token, which always is computed" : "\u2013");
 }
 
-/** Refused and failed calls and runs; like ones in a row share a line. */
+/** Refused and failed calls and runs. */
 export function failures(list) {
   const columns = [left("Time"), left("What"), left("Where"), left("Reason")];
   const rows = list.map((one) => [clock(one.age_s), what(one), where(one), one.reason]);
@@ -67,8 +67,7 @@ export function failures(list) {
 }
 
 function what(one) {
-  const times = one.count > 1 ? muted(` ${number(one.count)} times`) : null;
-  return h("span", {}, h("b", { class: `failure ${one.kind}` }, one.kind), times, h("small", {}, `${one.status} ${one.code.replaceAll("_", " ")}`));
+  return h("span", {}, h("b", { class: `failure ${one.kind}` }, one.kind), h("small", {}, `${one.status} ${(one.code ?? one.type).replaceAll("_", " ")}`));
 }
 
 function where(one) {
