@@ -47,7 +47,7 @@ def test_every_call_has_its_run_its_agent_and_a_forecast(client: openai.OpenAI, 
     assert writer.steps == {"planner": INFINITE, "writer": 0, "critic": 1}
     assert critic.steps == {"planner": INFINITE, "writer": INFINITE, "critic": 0}
     assert (end.run, end.final) == (run.id, True)
-    assert received.served.workflows.client_runs.board.ignored == 0
+    assert received.served.service.client_runs.board.ignored == 0
 
 
 def test_the_given_client_stays_as_it_was(client: openai.OpenAI, received: ReceivedHints) -> None:
@@ -109,7 +109,7 @@ def test_a_registered_workflow_is_followed_by_the_server(client: openai.OpenAI, 
                 model="kedge-nano", messages=[], max_tokens=2, extra_body={"kedge": {"bindings": wants}}
             )
             assert answer.choices[0].message.content
-        forecast = received.served.workflows.client_runs.board
+        forecast = received.served.service.client_runs.board
     assert [hints.steps for hints in received.calls] == [None, None]
     assert forecast.ignored == 0
 
@@ -120,7 +120,7 @@ def test_a_run_with_an_id_goes_on_in_another_block(client: openai.OpenAI, receiv
         with workflow(client, loop, run="talk") as run:
             ask(run.agent("asker"))
     assert [hints.steps for hints in received.all] == [{"asker": 0, "answerer": 1}, {}] * 2
-    assert received.served.workflows.client_runs.board.ignored == 0
+    assert received.served.service.client_runs.board.ignored == 0
 
 
 def test_an_error_reaches_the_caller_and_the_run_goes_on(client: openai.OpenAI, received: ReceivedHints) -> None:

@@ -24,7 +24,6 @@ from kedge.server.app import create_app
 from kedge.server.service import Service
 from kedge.server.tenancy import KeyRing
 from kedge.server.tracing import OpenTelemetry
-from kedge.server.workflows.server_runs import Workflows
 from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest
 
@@ -66,10 +65,6 @@ class Served:
     @property
     def service(self) -> Service:
         return self.app.state.service
-
-    @property
-    def workflows(self) -> Workflows:
-        return self.app.state.workflows
 
     def client(self, key: str = "none", **options: object) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)

@@ -89,7 +89,7 @@ def test_a_run_without_a_listener_has_the_grace_too() -> None:
 
 
 def only_run(running: Served) -> ServerRun:
-    (run,) = next(iter(running.workflows.server_runs._of.values())).values()
+    (run,) = running.service.runs.all()
     return run
 
 

@@ -13,6 +13,7 @@ from kedge.errors import PromptTooLong
 from kedge.hints.values import cache_marks
 from kedge.server.http import (
     ERRORS,
+    PLACE,
     Body,
     JSONAnswer,
     TypedRoute,
@@ -27,7 +28,7 @@ from kedge.server.openai.generation import ANSWERS, answer
 from kedge.server.openai.protocol import DROPPED, CallBody, ChatBody, Count
 from kedge.server.openai.tool_calls import ToolCall, read_json
 from kedge.server.openai.writers import AnswerWriter, Said
-from kedge.server.workflows.server_runs import TheCaller
+from kedge.server.service import TheCaller
 from kedge.types import Completion, FinishReason
 
 Block = dict[str, Any]
@@ -50,10 +51,6 @@ class OfferedTool(Body):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-
-    def function(self) -> dict[str, Any]:
-        """Return it as the function that a chat offers."""
-        return {"name": self.name, "description": self.description, "parameters": self.input_schema}
 
 
 class MessagesBody(CallBody):
@@ -79,24 +76,25 @@ class MessagesBody(CallBody):
         others = {name: value for name, value in (self.model_extra or {}).items() if name not in NO_EFFECT}
         tools, contents = self.tools or (), [{"content": one.content} for one in self.messages]
         marked = {"system": self.system, "tools": [one.model_extra for one in tools], "messages": contents}
-        messages = [] if self.system is None else [("system", {"role": "system", "content": self.system})]
+        messages = [] if self.system is None else [{"role": "system", "content": self.system, PLACE: "system"}]
         for at, one in enumerate(self.messages):
-            messages += [(f"messages.{at}", message) for message in _chat_messages(one)]
+            messages += [{**message, PLACE: f"messages.{at}"} for message in _chat_messages(one)]
         choice, wanted = self.tool_choice or {}, (self.output_config or {}).get("format")
         own = [one for one in tools if one.type in (None, "custom")]
+        functions = [{"name": one.name, "description": one.description, "parameters": one.input_schema} for one in own]
         fields = {
             **others,
             "model": self.model,
             "cache_control": cache_marks({**others, **marked}) or None,
-            "messages": [message for _, message in messages],
+            "messages": messages,
             "max_completion_tokens": self.max_tokens,
             "stop": self.stop_sequences or None,
-            "tools": [{"type": "function", "function": one.function()} for one in own] or None,
+            "tools": [{"type": "function", "function": one} for one in functions] or None,
             "tool_choice": _choice(choice) if own or choice.get("type") == "tool" else None,
             "response_format": {"type": "json_schema", "json_schema": wanted} if wanted else None,
             "parallel_tool_calls": False if choice.get("disable_parallel_tool_use") else None,
         }
-        chat = read_as(ChatBody, fields, places=[place for place, _ in messages])
+        chat = read_as(ChatBody, fields)
         if messages and (last := chat.messages[-1]).role == "assistant" and not last.tool_calls and last.text.strip():
             chat.continue_final_message = True
         chat.left_out.extend(f"tools.{one.type}" for one in tools if one not in own)

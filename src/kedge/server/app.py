@@ -18,16 +18,18 @@ from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
 
 from kedge import __version__
 from kedge.engine.base import Engine
 from kedge.engine.common.state.saving import Snapshots
-from kedge.errors import ConfigError, EngineClosed
+from kedge.errors import ConfigError, EngineClosed, KedgeError
 from kedge.server import anthropic as anthropic_api
 from kedge.server import responses as responses_api
 from kedge.server.dashboard import routes as dashboard
-from kedge.server.http import ERRORS, JSONAnswer, answers, install_errors
+from kedge.server.http import ERRORS, JSONAnswer, answer_error, answers
 from kedge.server.logs import AccessLogMiddleware
 from kedge.server.middleware import BoundedConnection, HostCheck
 from kedge.server.openai import generation as openai_api
@@ -36,7 +38,6 @@ from kedge.server.tenancy import KeyRing
 from kedge.server.threads import in_own_thread
 from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows import routes as workflow_api
-from kedge.server.workflows.server_runs import ServerRuns, Workflows
 from kedge.settings import ServerSettings
 
 
@@ -57,16 +58,22 @@ def create_app(
         engine.limit(tenant.id, tenant.quota)
     service = Service(engine, settings, keys, tracing)
     # FastAPI's own pages run scripts of a CDN at the dashboard's origin
-    app = FastAPI(title="Kedge", version=__version__, lifespan=_lifespan, docs_url=None, redoc_url=None)
-    app.state.service, app.state.workflows = service, Workflows(service)
-    app.state.snapshots = None
+    handlers: Any = dict.fromkeys((KedgeError, RequestValidationError, HTTPException, Exception), answer_error)
+    app = FastAPI(
+        title="Kedge",
+        version=__version__,
+        lifespan=_lifespan,
+        exception_handlers=handlers,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service, app.state.snapshots = service, None
     if settings.state is not None and engine.state != settings.state:
         app.state.snapshots = snapshots_of(engine, settings.state, service.metrics.snapshot)
         app.state.snapshots.load()
     for api in (openai_api, responses_api, anthropic_api, workflow_api, dashboard):
         app.include_router(api.router)
     app.include_router(_router)
-    install_errors(app)
     app.add_middleware(HostCheck, bound=settings.host, allowed=settings.allowed_hosts)
     app.add_middleware(AccessLogMiddleware, tracing=tracing)
     return app
@@ -81,7 +88,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     watching = asyncio.create_task(service.watch())
     yield
     watching.cancel()
-    app.state.workflows.server_runs.cancel_all()
     await service.shut()
     if snapshots and not service.is_hung:
         await asyncio.wait([in_own_thread(snapshots.close, "kedge-last-snapshot")], timeout=20)
@@ -94,7 +100,8 @@ _router = APIRouter(tags=["Operation"], responses=ERRORS)
 async def health(request: Request) -> Response:
     """Return 200 while the engine runs and takes steps; after a 503 the process must be restarted."""
     service: Service = request.app.state.service
-    service.require_engine()
+    if error := service.engine_error:
+        raise error
     if service.is_hung:
         raise EngineClosed("engine", "hung", "has taken no step for a minute, with work to do")
     return JSONAnswer({"status": "ok"})
@@ -105,8 +112,12 @@ async def ready(request: Request) -> Response:
     """Return 200 if the engine responds; 503 if it has ended or is too busy, or if the server is ending."""
     service: Service = request.app.state.service
     service.refuse_at_the_end()
-    service.require_engine()
-    await service.require_answer(MARGIN_SECONDS)
+    if error := service.engine_error:
+        raise error
+    if not await service.answers(MARGIN_SECONDS):
+        raise EngineClosed("engine", "busy", f"did not answer within {MARGIN_SECONDS:g} s")
+    if service.is_closed:
+        raise EngineClosed("engine", "closed", "it takes no requests")
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 
@@ -149,7 +160,6 @@ class GracefulServer(uvicorn.Server):
         """
         self._on_failure = on_failure
         self._service: Service = app.state.service
-        self._runs: ServerRuns = app.state.workflows.server_runs
         patience = math.ceil(self._service.settings.grace) + MARGIN_SECONDS
         options = {"http": BoundedConnection, "timeout_graceful_shutdown": patience, **options}
         super().__init__(uvicorn.Config(app, **options))
@@ -172,12 +182,11 @@ class GracefulServer(uvicorn.Server):
             if error is None:
                 await asyncio.sleep(grace)
                 error = EngineClosed("server", "ending", f"the call ran for longer than {grace:g} s")
-            self._runs.cancel_all()
             self._service.fail_all(error)
 
         failing = asyncio.create_task(fail_after_grace())
         last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
-        while (self._runs.any_running or not self._service.is_quiet) and time.monotonic() < last:
+        while not self._service.is_quiet and time.monotonic() < last:
             await asyncio.sleep(0.1)  # as often as Uvicorn looks; new calls are still answered, with 503
         if not await self._service.answers(MARGIN_SECONDS):
             self._service.is_hung = True

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import (
@@ -211,17 +211,21 @@ class Body(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def read_as(model: type[Model], fields: Mapping[str, Any], at: str = "", places: Sequence[str] = ()) -> Model:
+PLACE = "place"
+"""Field of a message: where it stands in the body that it was read from"""
+
+
+def read_as(model: type[Model], fields: Mapping[str, Any], at: str = "") -> Model:
     """Return the fields of one protocol's body as another's. Raises `RequestError` for the first bad value, with its
-    place behind `at`; of a message, behind its place in `places`.
+    place behind `at`; of a message, behind its own `PLACE`.
     """
     try:
         return model.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         place = list(map(str, first["loc"]))
-        if places and place[0] == "messages" and len(place) > 1:
-            place[:2] = [places[int(place[1])]]
+        if place[0] == "messages" and len(place) > 1:
+            place[:2] = [fields["messages"][int(place[1])].get(PLACE, "")]
         raise RequestError(".".join((at, *place) if at else place), brief(first["input"]), first["msg"]) from None
 
 
@@ -373,12 +377,6 @@ class CallFailure:
     def type(self) -> str:
         """The kind of error in OpenAI's words."""
         return "rate_limit_error" if self.status == 429 else "server_error" if self.status >= 500 else INVALID_REQUEST
-
-
-def install_errors(app: FastAPI) -> None:
-    """Answer every error of `app` in this format."""
-    for kind in (KedgeError, RequestValidationError, HTTPException, Exception):
-        app.add_exception_handler(kind, answer_error)
 
 
 async def answer_error(request: Request, error: Exception) -> JSONAnswer:

@@ -168,7 +168,14 @@ class CacheMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Iterate over the families of the figures that the engine has."""
-        guard, found = self._seen.get("guard"), figures_of(self._seen)
+        cache, guard = self._seen.get("cache", {}), self._seen.get("guard")
+        found = {**cache, **{f"cache_{name}": value for name, value in cache.items()}}
+        if guard:
+            proved = [one["fidelity"] for one in guard["agents"] if one["fidelity"] and one["fidelity"]["rung"]]
+            found |= {f"guard_{name}": guard[name] for name in ("suspicions", "breaches")}
+            found |= {"guard_withheld": sum(one["withheld"] for one in guard["agents"]), "fidelity_proved": len(proved)}
+            for name in ("mean", "bound"):
+                found[f"fidelity_{name}"] = max((one[name] for one in proved if one[name] is not None), default=0.0)
         for family, texts in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, text in texts.items():
                 if name in found:
@@ -183,16 +190,3 @@ class CacheMetrics(Collector):
             for outcome in ("done", "dropped"):
                 checks.add_metric([outcome], guard[f"checks_{outcome}"])
             yield from (by_state, checks)
-
-
-def figures_of(seen: Mapping[str, Any]) -> dict[str, float]:
-    """Return an engine's figures by the names of their metrics; none of a guard where it has none."""
-    cache, guard = seen.get("cache", {}), seen.get("guard")
-    found = {**cache, **{f"cache_{name}": value for name, value in cache.items()}}
-    if guard:
-        proved = [one["fidelity"] for one in guard["agents"] if one["fidelity"] and one["fidelity"]["rung"]]
-        found |= {f"guard_{name}": guard[name] for name in ("suspicions", "breaches")}
-        found |= {"guard_withheld": sum(one["withheld"] for one in guard["agents"]), "fidelity_proved": len(proved)}
-        for name in ("mean", "bound"):
-            found[f"fidelity_{name}"] = max((one[name] for one in proved if one[name] is not None), default=0.0)
-    return found

@@ -17,6 +17,7 @@ from kedge.errors import PromptTooLong, RequestError
 from kedge.server.http import (
     ERRORS,
     EVENTS,
+    PLACE,
     TypedRoute,
     accepted,
     event,
@@ -27,8 +28,7 @@ from kedge.server.openai.generation import ANSWERS, answer, failure
 from kedge.server.openai.protocol import CallBody, ChatBody, Count, Function, Tool
 from kedge.server.openai.tool_calls import ToolCall, read_json
 from kedge.server.openai.writers import AnswerWriter, Said
-from kedge.server.service import Service
-from kedge.server.workflows.server_runs import TheCaller
+from kedge.server.service import Service, TheCaller
 from kedge.types import Completion, FinishReason
 
 NO_EFFECT = ("store", "include", "truncation", "service_tier", "stream_options", "max_tool_calls")
@@ -69,7 +69,7 @@ class ResponsesBody(CallBody):
                 raise RequestError(name, brief(value), why)
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         skipped = [f"tools.{one.kind}" for one in self.offered if not one.tool]
-        messages = [] if self.instructions is None else [("", {"role": "system", "content": self.instructions})]
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         for at, item in enumerate(items):
             if not self._add(messages, item, f"input.{at}"):
                 skipped.append(f"input.{brief(item.get('type'))}")
@@ -81,26 +81,26 @@ class ResponsesBody(CallBody):
             wanted = {"type": "json_schema", "json_schema": wanted}
         fields = {
             **{name: value for name, value in others.items() if name not in NO_EFFECT},
-            "messages": [message for _, message in messages],
+            "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
             "tools": [one.tool for one in self.offered if one.tool] or None,
             "tool_choice": choice,
             "response_format": wanted,
             "reasoning_effort": effort if isinstance(effort, str) else None,
         }
-        chat = read_as(ChatBody, fields, places=[place for place, _ in messages])
+        chat = read_as(ChatBody, fields)
         chat.left_out.extend(skipped)
         return chat
 
-    def _add(self, messages: list[tuple[str, dict[str, Any]]], item: dict[str, Any], place: str) -> bool:
-        """Add an item to the messages of a chat and their places here; calls belong to the message before them, if that
-        is the assistant's. Returns whether it is one that a chat can have.
+    def _add(self, messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> bool:
+        """Add an item to the messages of a chat; calls belong to the message before them, if that is the assistant's.
+        Returns whether it is one that a chat can have.
         """
         match item.get("type", "message"):
             case "message":
                 if "content" not in item:
                     raise RequestError(f"{place}.content", None, "must be a string or a list of parts")
-                messages.append((place, {"role": item.get("role"), "content": item["content"]}))
+                messages.append({"role": item.get("role"), "content": item["content"], PLACE: place})
             case "function_call" | "custom_tool_call" | "local_shell_call" as kind:
                 name = "local_shell" if kind == "local_shell_call" else _text(item, "name", place)
                 whole = name, item.get("namespace")
@@ -110,15 +110,15 @@ class ResponsesBody(CallBody):
                     given = item.get("arguments" if kind == "function_call" else "action")
                 function = {"name": next(named, name), "arguments": given}
                 call = {"id": _text(item, "call_id", place), "function": function}
-                if not messages or messages[-1][1]["role"] != "assistant":
-                    messages.append((place, {"role": "assistant"}))
-                messages[-1][1].setdefault("tool_calls", []).append(call)
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", PLACE: place})
+                messages[-1].setdefault("tool_calls", []).append(call)
             case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
                 number = _text(item, "call_id" if "call_id" in item else "id", place)
                 result = item.get("output") or ""
                 if isinstance(result, dict):  # of clients before outputs were texts
                     result = json.dumps(result, ensure_ascii=False)
-                messages.append((place, {"role": "tool", "content": result, "tool_call_id": number}))
+                messages.append({"role": "tool", "content": result, "tool_call_id": number, PLACE: place})
             case "reasoning":
                 pass
             case _:

@@ -1,26 +1,32 @@
-"""What all routes share: the engine and its signs of life, the tenants' meters, and the bookkeeping of calls."""
+"""What all routes share: who calls, the engine and its signs of life, what tenants have, and the running calls."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
-from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded
+from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.hints import Hints, read_hints
 from kedge.server.history import History
 from kedge.server.http import CallFailure
 from kedge.server.metrics import NO_TENANT, CacheMetrics, ServerMetrics
-from kedge.server.tenancy import KeyRing, Meter, Tenant
+from kedge.server.tenancy import OPERATOR, KeyRing, Meter, OfTenants, Tenant
 from kedge.server.threads import Threads, in_own_thread
 from kedge.server.tracing import OpenTelemetry
+from kedge.server.workflows.client_runs import ClientRuns
+from kedge.server.workflows.registry import Registered
 from kedge.settings import ServerSettings
-from kedge.types import Completion, RequestId, TenantId
+from kedge.types import Completion, RequestId, ReuseMode, TenantId
+
+if TYPE_CHECKING:
+    from kedge.server.workflows.server_runs import ServerRun
 
 BUNDLED_MODEL = "kedge-nano"
 """The model's name for clients where the settings have none."""
@@ -48,9 +54,13 @@ class Service:
         self.is_hung = False
         """Whether the engine has not answered for a minute, with work to do"""
         self._sign: asyncio.Future[None] | None = None
-        self._is_closed = False
+        self.is_closed = False
         """Whether the engine's last sign was that it is closed"""
         self._meters: dict[TenantId, Meter] = {}
+        self.workflows: OfTenants[Registered] = OfTenants("workflow")
+        self.runs: OfTenants[ServerRun] = OfTenants("run")
+        """Those that the server drives: all that go on, and the last ended ones"""
+        self.client_runs = ClientRuns(self.engine, settings.reuse or ReuseMode.TRANSLATE)
         self.calls: dict[object, Callable[[KedgeError], None]] = {}
         """What each running call of the engine is told of an error with"""
 
@@ -91,21 +101,14 @@ class Service:
         def ask() -> None:
             try:
                 self.engine.cancel(RequestId("alive?"))
-                self._is_closed = False
+                self.is_closed = False
             except KedgeError:
-                self._is_closed = True
+                self.is_closed = True
 
         if self._sign is None or self._sign.done():
             self._sign = in_own_thread(ask, "kedge-sign")
         await asyncio.wait([self._sign], timeout=patience)
         return self._sign.done()
-
-    async def require_answer(self, patience: float) -> None:
-        """Raise `EngineClosed` where the engine does not answer in so many seconds, or that it is closed."""
-        if not await self.answers(patience):
-            raise EngineClosed("engine", "busy", f"did not answer within {patience:g} s")
-        if self._is_closed:
-            raise EngineClosed("engine", "closed", "it takes no requests")
 
     @property
     def is_quiet(self) -> bool:
@@ -128,22 +131,23 @@ class Service:
         failure = self.engine.failure
         return None if failure is None else EngineClosed("engine", failure, "it ended by itself")
 
-    def require_engine(self) -> None:
-        """Raise `EngineClosed` once the engine has ended by itself."""
-        if error := self.engine_error:
-            raise error
-
     async def shut(self, patience: float = 10.0) -> None:
-        """Wait for the end of all calls, and end the threads. Those of an engine that hangs end when it is killed."""
+        """Cancel all runs, wait for all calls, and end the threads; those of a hung engine end when it is killed."""
+        self._cancel_runs()
         last = time.monotonic() + patience
         while self.calls and time.monotonic() < last:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(self.threads.shut, wait=not self.calls)
 
     def fail_all(self, error: KedgeError) -> None:
-        """End every running call with an error."""
+        """End every running call with an error, and cancel all runs."""
+        self._cancel_runs()
         for tell in self.calls.values():
             tell(error)
+
+    def _cancel_runs(self) -> None:
+        for run in self.runs.all():
+            run.cancel()
 
     def check_model(self, model: str | None) -> None:
         """Raise `NotFound` for another model than the served one."""
@@ -172,3 +176,23 @@ class Service:
         owner = tenant or (self.keys.tenants[0].id if self.keys.is_open else None)
         if owner is not None:
             self.history.failed(owner, failure)
+
+
+@dataclass(frozen=True, slots=True)
+class CallScope:
+    """A call of a tenant, and what answers it."""
+
+    request: Request
+    service: Service
+    tenant: Tenant
+
+
+async def _caller(request: Request) -> CallScope:
+    service: Service = request.app.state.service
+    tenant = service.authenticate(request)
+    if tenant.id == OPERATOR:
+        raise Unauthenticated("Authorization", "…", "must be a tenant's key: an operator's key only reads metrics")
+    return CallScope(request, service, tenant)
+
+
+TheCaller = Annotated[CallScope, Depends(_caller)]

@@ -16,18 +16,19 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, Field
 
 from kedge.engine.base import Quota
-from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
+from kedge.errors import ConfigError, LimitReached, NotFound, RequestError, Unauthenticated
 from kedge.settings import LimitSettings, SettingsSection
 from kedge.types import Namespace, TenantId
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 OPERATOR = "*"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +85,13 @@ class KeyRing:
         return not self._tenants
 
     def of_headers(self, headers: Mapping[str, str]) -> Tenant:
-        """Return the tenant whose key is in a call's headers. Raises `Unauthenticated`."""
-        given, key = headers.get("authorization"), headers.get("x-api-key")
-        return self.authenticate(given if given or not key else f"Bearer {key}")
-
-    def authenticate(self, authorization: str | None) -> Tenant:
-        """Return the tenant of an `Authorization` header. Raises `Unauthenticated`.
+        """Return the tenant whose key is in a call's headers. Raises `Unauthenticated`.
 
         The key is compared with all known ones, each in constant time.
         """
         if self.is_open:
             return self._everyone
-        scheme, _, key = (authorization or "").partition(" ")
+        scheme, _, key = (headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}").partition(" ")
         presented = hashed(key.strip()).encode() if scheme.lower() == "bearer" else b""
         found = [tenant for known, tenant in self._tenants.items() if hmac.compare_digest(known, presented)]
         if not found:
@@ -157,6 +153,28 @@ def load_keys(file: Path | None, variable: str | None, default: LimitSettings) -
     return KeyRing(tenants, default)
 
 
+class OfTenants(Generic[T]):
+    """What tenants have by name, in the order in which it came. Belongs to the event loop."""
+
+    def __init__(self, kind: str) -> None:
+        """`kind`: what it is, for errors."""
+        self._kind, self._of = kind, dict[TenantId, dict[str, T]]()
+
+    def of(self, tenant: TenantId) -> dict[str, T]:
+        """Return what one tenant has."""
+        return self._of.setdefault(tenant, {})
+
+    def get(self, tenant: TenantId, name: str) -> T:
+        """Return what a tenant has by this name. Raises `NotFound`."""
+        if name not in self.of(tenant):
+            raise NotFound(self._kind, name, f"the tenant has no such {self._kind}")
+        return self.of(tenant)[name]
+
+    def all(self) -> list[T]:
+        """Return what all tenants have."""
+        return [one for mine in self._of.values() for one in mine.values()]
+
+
 @dataclass
 class Bucket:
     """Token bucket: `rate` per minute, of which a minute's worth may be used at once."""
@@ -166,32 +184,20 @@ class Bucket:
     rate: int | None
     """None for no limit."""
     clock: Callable[[], float] = time.monotonic
-    level: float = field(init=False)
-    """What is left; below zero if the last use took more than was left."""
-    filled_at: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.level = float(self.rate or math.inf)
-        self.filled_at = self.clock()
+    full_at: float = -math.inf
+    """When all that was used is there again."""
 
     def require(self) -> None:
         """Raise `LimitReached` while nothing is left."""
-        self._refill()
-        if self.rate is not None and self.level <= 0:
+        if self.rate is not None and (wait := self.full_at - self.clock() - 60) >= 0:
             error = LimitReached(self.key, self.rate, "are used up for now")
-            error.retry_after = (1 - self.level) * 60 / self.rate
+            error.retry_after = wait + 60 / self.rate
             raise error
 
     def use(self, count: int) -> None:
-        """Take `count` out of the bucket."""
-        self._refill()
-        self.level -= count
-
-    def _refill(self) -> None:
-        now = self.clock()
+        """Take `count` out of the bucket, also where less is left."""
         if self.rate is not None:
-            self.level = min(float(self.rate), self.level + (now - self.filled_at) * self.rate / 60)
-        self.filled_at = now
+            self.full_at = max(self.full_at, self.clock()) + count * 60 / self.rate
 
 
 @dataclass

@@ -8,25 +8,23 @@ would tell of other tenants, so they are shown only where no keys are asked for 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache, partial
-from importlib.resources import files
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
+from fastapi.staticfiles import StaticFiles
 
 from kedge import __version__
 from kedge.engine.base import Engine
 from kedge.errors import EngineClosed, NotFound
 from kedge.server.history import text_of
 from kedge.server.http import ERRORS, JSONAnswer
-from kedge.server.service import Service
-from kedge.server.tenancy import Tenant
-from kedge.server.workflows.server_runs import TheCaller, Workflows
+from kedge.server.service import Service, TheCaller
 from kedge.types import TenantId, Tokens, WorkflowAgent, is_owned
 from kedge.workflow.export import columns, workflow_edges
 from kedge.workflow.graph import Workflow
 
-KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+files = StaticFiles(packages=[("kedge.server.dashboard", "static")])
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -38,24 +36,12 @@ router = APIRouter()
 
 
 @router.get("/", include_in_schema=False)
-async def page() -> Response:
-    """The page."""
-    return await static("index.html")
-
-
 @router.get("/static/{name}", include_in_schema=False)
-async def static(name: str) -> Response:
-    """A file that the page is made of."""
-    content = _files().get(name)
-    if content is None:
-        raise NotFound("file", name, "the dashboard has no such file")
-    return Response(content, media_type=KINDS[name.rpartition(".")[2]], headers=PAGE_HEADERS)
-
-
-@cache
-def _files() -> dict[str, bytes]:
-    """The page's files by name."""
-    return {file.name: file.read_bytes() for file in (files("kedge.server.dashboard") / "static").iterdir()}
+async def page(request: Request, name: str = "index.html") -> Response:
+    """The page, or a file that it is made of."""
+    answer = await files.get_response(name, request.scope)
+    answer.headers.update(PAGE_HEADERS)
+    return answer
 
 
 # what the tenant did --------------------------------------------------------------------------------------------------
@@ -64,7 +50,7 @@ def _files() -> dict[str, bytes]:
 @router.get("/v1/dashboard", include_in_schema=False)
 async def state(caller: TheCaller, since: int = 0) -> Response:
     """The tenant's workflows, runs and failures, and its calls that have changed since version `since`."""
-    service, workflows, tenant = caller.service, caller.workflows, caller.tenant
+    service, tenant = caller.service, caller.tenant
     told = service.history.state(tenant.id, since)
     condition, reason = health(service)
     about = {"model": service.model_name, "version": __version__, "open": service.keys.is_open}
@@ -72,8 +58,8 @@ async def state(caller: TheCaller, since: int = 0) -> Response:
         {
             "server": {**about, "started": service.started},
             "health": {"state": condition, "reason": reason},
-            "workflows": [_drawn(one.workflow) for one in workflows.registry.all(tenant.id)],
-            "runs": _runs(workflows, tenant),
+            "workflows": [_drawn(one.workflow) for one in service.workflows.of(tenant.id).values()],
+            "runs": _runs(service, tenant.id),
             **told,
         }
     )
@@ -98,11 +84,11 @@ def _drawn(flow: Workflow) -> dict[str, Any]:
     return {"name": flow.name, "columns": columns(flow), "edges": edges, "titles": titles}
 
 
-def _runs(workflows: Workflows, tenant: Tenant) -> list[dict[str, Any]]:
+def _runs(service: Service, tenant: TenantId) -> list[dict[str, Any]]:
     """Runs that the server drives, and those of clients that go on; any other run of a call has ended."""
-    served = workflows.server_runs.all(tenant)
+    served = service.runs.of(tenant).values()
     driven = [{"id": one.id, "workflow": one.workflow, "status": one.status, "reason": one.failure} for one in served]
-    return driven + [{"id": run.name, "status": "running"} for run in workflows.client_runs.of(tenant.id)]
+    return driven + [{"id": run.name, "status": "running"} for run in service.client_runs.of(tenant)]
 
 
 # what the engine holds ------------------------------------------------------------------------------------------------

@@ -45,11 +45,10 @@ from kedge.server.openai import prompts
 from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, AnyBody, CallBody, ChatBody, CompletionBody
 from kedge.server.openai.tool_calls import PARSERS, AnswerReader, grammar_of
 from kedge.server.openai.writers import AnswerWriter, CompletionsWriter
-from kedge.server.service import Service
+from kedge.server.service import CallScope, Service, TheCaller
 from kedge.server.tenancy import Meter
 from kedge.server.tracing import FIRST_TOKEN, fail
 from kedge.server.workflows.client_runs import values_for
-from kedge.server.workflows.server_runs import CallScope, TheCaller
 from kedge.types import (
     ClientId,
     Completion,
@@ -158,12 +157,12 @@ class Generation:
         Raises `RequestError`, or `NotFound` for bindings of an unknown workflow or agent.
         """
         self.caller, self.body, self.hints = caller, body, hints
-        service, workflows, tenant = caller.service, caller.workflows, caller.tenant
+        service, tenant = caller.service, caller.tenant
         tools = len(body.tools_to_use) if isinstance(body, ChatBody) else 0
         if tools and service.settings.tool_call_parser is None:
             raise RequestError("tools", tools, "this server reads no tool calls (--tool-call-parser)")
         if hints.bindings is None:
-            registered = workflows.registry.find(tenant.id, hints.workflow)
+            registered = service.workflows.of(tenant.id).get(hints.workflow)
             is_known = registered is not None and hints.agent in registered.workflow.ids
             agent = registered.agent(hints.agent) if registered and is_known else None
             is_chat, mode = isinstance(body, ChatBody), service.settings.reuse or ReuseMode.EXACT
@@ -175,16 +174,17 @@ class Generation:
             for name, many in (("tools", tools), ("messages", len(body.messages))):
                 if many:
                     raise RequestError(name, many, "with kedge.bindings the agent's template is the prompt")
-            registered = workflows.registry.get(tenant.id, hints.workflow)
+            registered = service.workflows.get(tenant.id, hints.workflow)
             agent, mode = registered.agent(hints.agent), service.settings.reuse or ReuseMode.TRANSLATE
             sampling = agent.sampling
-        self.run = workflows.client_runs.touch(tenant.namespace(hints.salt), hints, registered)
+        self.run = service.client_runs.touch(tenant.namespace(hints.salt), hints, registered)
         self.registered, self.agent = registered, agent
         self.mode = hints.reuse or (registered.mode(agent, mode) if registered and agent else mode)
         self.sampling = body.sampling(replace(sampling, grammar=grammar))
         self.completions: list[Completion | None] = []
-        self._arrived: list[tuple[int, TokenDelta] | BaseException] = []
-        self._has_news = asyncio.Event()
+        self._arrived: asyncio.Queue[tuple[int, TokenDelta] | BaseException] = asyncio.Queue()
+        self.arrive = self._arrived.put_nowait
+        """Gives the reader of `batches` a delta with its generation's number, or an error, which is raised there."""
         self._begun: set[int] = set()
 
     async def begin(self) -> None:
@@ -237,7 +237,7 @@ class Generation:
         if run and self.step and self.registered:
             run.read(self.registered, self.step, self.requests[0], self.hints.reuse)
         if run and agent:
-            self.caller.workflows.client_runs.moved(run, agent, has_ended=False)
+            service.client_runs.moved(run, agent, has_ended=False)
 
     # what comes of it -------------------------------------------------------------------------------------------------
 
@@ -264,7 +264,7 @@ class Generation:
 
     def _is_over(self) -> None:
         """Book the end of all generations."""
-        run, runs, hints = self.run, self.caller.workflows.client_runs, self.hints
+        run, runs, hints = self.run, self.caller.service.client_runs, self.hints
         if self._span and (tracing := self.caller.service.tracing):
             tracing.ended(self._span, [one for one in self.completions if one])
         if run and self.step and self.completions[0]:
@@ -277,11 +277,6 @@ class Generation:
             runs.moved(run, hints.agent, has_ended=True)
         del self.caller.service.calls[self]
 
-    def arrive(self, item: tuple[int, TokenDelta] | BaseException) -> None:
-        """Give the reader of `batches` a delta with its generation's number, or an error, which is raised there."""
-        self._arrived.append(item)
-        self._has_news.set()
-
     async def batches(self) -> AsyncIterator[list[tuple[int, TokenDelta]]]:
         """Yield the deltas that have arrived since the last batch, each with the number of its generation.
 
@@ -289,9 +284,9 @@ class Generation:
         """
         left = len(self._ids)
         while left:
-            await self._has_news.wait()
-            self._has_news.clear()
-            arrived, self._arrived = self._arrived, []
+            arrived = [await self._arrived.get()]
+            while not self._arrived.empty():
+                arrived.append(self._arrived.get_nowait())
             error = next((one for one in arrived if isinstance(one, BaseException)), None)
             before = arrived if error is None else arrived[: arrived.index(error)]
             deltas = [one for one in before if not isinstance(one, BaseException)]

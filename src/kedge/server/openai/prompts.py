@@ -116,16 +116,14 @@ def _for_template(message: ChatMessage) -> TemplateData:
 
 
 def _call_for_template(call: CalledTool) -> dict[str, Any]:
-    """Return a call with its arguments as an object, or as a text where they are none: a model may have written them,
-    or been cut off.
+    """Return a call with its arguments as an object. What is none is its field `text`: a model may have written it, or
+    been cut off.
     """
-    arguments = call.function.arguments or {}
-    if isinstance(arguments, str):
+    given = call.function.arguments or None
+    if isinstance(given, str):
         with suppress(ValueError):
-            read = read_json(arguments)
-            arguments = read if isinstance(read, dict) else arguments if read is not None else {}
-    elif not isinstance(arguments, dict):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+            given = read_json(given)
+    arguments = given if isinstance(given, dict) else {} if given is None else {"text": given}
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": arguments}}
 
 
@@ -184,15 +182,14 @@ def _render(tokenizer: Tokenizer, chat: Conversation) -> tuple[str, Conversation
 
 def _forms(chat: Conversation) -> Iterator[Conversation]:
     """Yield a conversation as it is, and then in forms that templates take that refuse it: with one system message at
-    the beginning and roles that take turns, without a system message, with objects for arguments that are a text, and
-    with calls and their results as texts, at last without tools.
+    the beginning and roles that take turns, without a system message, and with calls and their results as texts, at
+    last without tools.
     """
     yield chat
     merged = _merged(chat.messages)
     yield chat._replace(messages=merged)
     as_user = [{**one, "role": "user"} if one["role"] == "system" else one for one in merged]
     yield chat._replace(messages=_merged(as_user))
-    yield chat._replace(messages=[_with_objects(one) for one in merged])
     told = [_merged([_told(one) for one in messages]) for messages in (merged, as_user)]
     yield from (chat._replace(messages=messages) for messages in told)
     yield from (chat._replace(messages=messages, tools=()) for messages in told)
@@ -211,16 +208,6 @@ def _merged(messages: Sequence[TemplateData]) -> list[TemplateData]:
             merged.pop()
         merged.append(message)
     return merged
-
-
-def _with_objects(message: TemplateData) -> TemplateData:
-    """Return a message whose calls all have objects for arguments."""
-    calls = []
-    for call in message.get("tool_calls", ()):
-        given = call["function"]["arguments"]
-        function = {**call["function"], "arguments": {"text": given} if isinstance(given, str) else given}
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls} if calls else message
 
 
 def _told(message: TemplateData) -> TemplateData:

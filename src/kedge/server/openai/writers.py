@@ -157,9 +157,9 @@ class TextChoice:
     """Writer of a text, which begins with the prompt if that is echoed."""
 
     def __init__(self, at: int, tokenizer: Tokenizer, request: GenerateRequest, *, echo: bool) -> None:
-        self._at, self._tokenizer, self._request = at, tokenizer, request
+        self._at, self._request = at, request
         self._unsent = spelled(tokenizer, request.tokens) if echo else ""
-        self._logprobs = TextLogprobs(tokenizer, len(self._unsent))
+        self._logprobs = TextLogprobs(tokenizer)
         self._new: dict[str, list[Any]] = {}
         """Logprobs since the last chunk"""
 
@@ -176,13 +176,10 @@ class TextChoice:
 
     def _note(self, delta: TokenDelta) -> None:
         """Write the logprobs of a step."""
-        written = []
-        if delta.prompt_logprobs:
-            written.append(TextLogprobs(self._tokenizer).write(self._request.tokens, delta.prompt_logprobs))
-        if delta.logprobs:
-            written.append(self._logprobs.write([one.token for one in delta.logprobs], delta.logprobs))
-        for one in written:
-            self._new = {name: self._new.get(name, []) + values for name, values in one.items()}
+        if entries := [*delta.prompt_logprobs, *delta.logprobs]:
+            prompt = self._request.tokens if delta.prompt_logprobs else ()
+            written = self._logprobs.write([*prompt, *(one.token for one in delta.logprobs)], entries)
+            self._new = {name: self._new.get(name, []) + values for name, values in written.items()}
 
     def _choice(self, text: str, end: TokenDelta | None = None) -> Choice:
         text, logprobs, self._unsent, self._new = self._unsent + text, self._new or None, "", {}
@@ -196,9 +193,8 @@ class TextLogprobs:
     It writes piece by piece; text offsets continue from piece to piece. Special tokens are spelled out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
-        """`offset`: position of the first token, in characters."""
-        self._tokenizer, self._offset = tokenizer, offset
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._offset = tokenizer, 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def write(self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, list[Any]]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from kedge.errors import NotFound, RequestError, SpecError, WorkflowError
+from kedge.errors import NotFound, SpecError, WorkflowError
 from kedge.guard import GuardMode
-from kedge.types import AgentId, ReuseMode, TenantId
+from kedge.types import AgentId, ReuseMode
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import build_workflow
 from kedge.workflow.step_graph import StepGraph
@@ -61,45 +61,6 @@ class Registered:
         modes = {agent.id: by_name.get(agent.id) or self.mode(agent, default, asked) for agent in self.workflow.agents}
         agents = (replace(a, reuse=modes[a.id], guard=a.guard or guard) for a in self.workflow.agents)
         return replace(self.workflow, agents=tuple(agents))
-
-
-class WorkflowRegistry:
-    """Registered workflows by tenant and name. Belongs to the event loop."""
-
-    def __init__(self) -> None:
-        self._of: dict[TenantId, dict[str, Registered]] = {}
-
-    def put(self, tenant: TenantId, new: Registered) -> bool:
-        """Register a workflow or replace the one with its name; return whether it is new.
-
-        Raises `RequestError` if the tenant has too many.
-        """
-        mine = self._of.setdefault(tenant, {})
-        is_new = new.workflow.name not in mine
-        if is_new and len(mine) >= MAX_WORKFLOWS:
-            raise RequestError("name", new.workflow.name, f"at most {MAX_WORKFLOWS} workflows are kept: delete one")
-        mine[new.workflow.name] = new
-        return is_new
-
-    def get(self, tenant: TenantId, name: str) -> Registered:
-        """Return the tenant's workflow of this name. Raises `NotFound`."""
-        found = self.find(tenant, name)
-        if found is None:
-            raise NotFound("workflow", name, "no workflow of this name is registered")
-        return found
-
-    def find(self, tenant: TenantId, name: str) -> Registered | None:
-        """Return the tenant's workflow of this name, if there is one."""
-        return self._of.get(tenant, {}).get(name)
-
-    def all(self, tenant: TenantId) -> list[Registered]:
-        """Return the tenant's workflows, sorted by name."""
-        return [one for _, one in sorted(self._of.get(tenant, {}).items())]
-
-    def remove(self, tenant: TenantId, name: str) -> None:
-        """Remove a workflow; its runs go on. Raises `NotFound`."""
-        self.get(tenant, name)
-        del self._of[tenant][name]
 
 
 def registered(data: object, reuse: ReuseMode | None, *, tools: bool) -> Registered:

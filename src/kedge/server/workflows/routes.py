@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Response
 
-from kedge.engine.base import Tokenizer
 from kedge.errors import PromptTooLong, RequestError, SpecError
 from kedge.guard import GuardMode
 from kedge.hints.without_prompt import outcomes
@@ -29,11 +28,11 @@ from kedge.server.http import (
     answers,
     event,
 )
-from kedge.server.workflows.registry import Registered, registered
-from kedge.server.workflows.server_runs import ServerRun, TheCaller
+from kedge.server.service import TheCaller
+from kedge.server.workflows.registry import MAX_WORKFLOWS, Registered, registered
+from kedge.server.workflows.server_runs import ServerRun, start_run
 from kedge.settings.sections import shown_fidelity
 from kedge.types import ReuseMode
-from kedge.workflow.graph import Workflow
 from kedge.workflow.spec import parse_text
 
 ReuseChoice = Literal["off", "exact", "translate"]
@@ -92,27 +91,32 @@ async def register(caller: TheCaller, reuse: ReuseChoice | None = None) -> Respo
         return replace(new, prompts=prompts)
 
     new = await service.threads.work(build)
-    is_new = caller.workflows.registry.put(caller.tenant.id, new)
+    known, given = service.workflows.of(caller.tenant.id), new.workflow.name
+    is_new = given not in known
+    if is_new and len(known) >= MAX_WORKFLOWS:
+        raise RequestError("name", given, f"at most {MAX_WORKFLOWS} workflows are kept: delete one")
+    known[given] = new
     return JSONAnswer(_described(new), 201 if is_new else 200)
 
 
 @router.get("/v1/workflows")
 async def workflows(caller: TheCaller) -> Response:
     """List the tenant's workflows."""
-    known = caller.workflows.registry.all(caller.tenant.id)
-    return JSONAnswer({"object": "list", "data": [_described(one) for one in known]})
+    known = sorted(caller.service.workflows.of(caller.tenant.id).items())
+    return JSONAnswer({"object": "list", "data": [_described(one) for _, one in known]})
 
 
 @router.get("/v1/workflows/{name}")
 async def workflow(name: str, caller: TheCaller) -> Response:
     """Return a workflow with its agents."""
-    return JSONAnswer(_described(caller.workflows.registry.get(caller.tenant.id, name)))
+    return JSONAnswer(_described(caller.service.workflows.get(caller.tenant.id, name)))
 
 
 @router.delete("/v1/workflows/{name}")
 async def delete(name: str, caller: TheCaller) -> Response:
     """Remove a workflow; its runs go on."""
-    caller.workflows.registry.remove(caller.tenant.id, name)
+    caller.service.workflows.get(caller.tenant.id, name)
+    del caller.service.workflows.of(caller.tenant.id)[name]
     return JSONAnswer({"id": name, "object": "workflow", "deleted": True})
 
 
@@ -144,33 +148,32 @@ def _described(one: Registered) -> dict[str, Any]:
 async def start(name: str, body: RunBody, caller: TheCaller) -> Response:
     """Start a run. With `stream`, the answer is its events, and a client that disconnects cancels it."""
     service, tenant = caller.service, caller.tenant
-    found, default = caller.workflows.registry.get(tenant.id, name), service.settings.reuse or ReuseMode.TRANSLATE
+    found, default = service.workflows.get(tenant.id, name), service.settings.reuse or ReuseMode.TRANSLATE
     for unknown in body.model_extra or {}:
         raise RequestError(unknown, "…", "must be one of inputs, reuse, guard, stream")
     mode = ReuseMode(body.reuse) if isinstance(body.reuse, str) else None
     modes = {agent: ReuseMode(one) for agent, one in body.reuse.items()} if isinstance(body.reuse, dict) else {}
-    await service.threads.work(lambda: _measure(found.workflow, body.inputs, service.engine.tokenizer))
-    runs, guard = caller.workflows.server_runs, GuardMode(body.guard) if body.guard else None
-    served = runs.start(tenant, found.for_run(default, mode, modes, guard), body.inputs)
+
+    def check() -> None:
+        check_inputs(found.workflow, body.inputs)
+        for key, text in body.inputs.items():
+            try:
+                service.engine.tokenizer.measure(text)
+            except PromptTooLong as error:
+                raise PromptTooLong.of(f"inputs.{key}", error.tokens, error.most) from None
+
+    await service.threads.work(check)
+    guard = GuardMode(body.guard) if body.guard else None
+    served = start_run(service, tenant, found.for_run(default, mode, modes, guard), body.inputs)
     if body.stream:
         return EventStream(_events(served, 0), served.cancel)
     return JSONAnswer({**served.to_dict(), "events": f"/v1/runs/{served.id}/events"}, 201)
 
 
-def _measure(workflow: Workflow, inputs: Mapping[str, str], tokenizer: Tokenizer) -> None:
-    """Raise `RequestError` for inputs that a run cannot have, or that are too long."""
-    check_inputs(workflow, inputs)
-    for name, text in inputs.items():
-        try:
-            tokenizer.measure(text)
-        except PromptTooLong as error:
-            raise PromptTooLong.of(f"inputs.{name}", error.tokens, error.most) from None
-
-
 @router.get("/v1/runs")
 async def all_runs(caller: TheCaller) -> Response:
     """List the tenant's running runs and the last ended ones."""
-    known = caller.workflows.server_runs.all(caller.tenant)
+    known = caller.service.runs.of(caller.tenant.id).values()
     brief = [{"id": one.id, "workflow": one.workflow, "status": one.status} for one in known]
     return JSONAnswer({"object": "list", "data": brief})
 
@@ -178,20 +181,20 @@ async def all_runs(caller: TheCaller) -> Response:
 @router.get("/v1/runs/{run}")
 async def one_run(run: str, caller: TheCaller) -> Response:
     """Return a run; an ended one with its answers and receipts."""
-    return JSONAnswer(caller.workflows.server_runs.get(caller.tenant, run).to_dict())
+    return JSONAnswer(caller.service.runs.get(caller.tenant.id, run).to_dict())
 
 
 @router.get("/v1/runs/{run}/events", response_class=Response, responses=answers(200, kinds=EVENTS))
 async def events(run: str, caller: TheCaller, last_event_id: Annotated[int | None, Header()] = None) -> Response:
     """Stream the past and future events of a run, from behind `Last-Event-ID` if that is given."""
-    served = caller.workflows.server_runs.get(caller.tenant, run)
+    served = caller.service.runs.get(caller.tenant.id, run)
     return EventStream(_events(served, 0 if last_event_id is None else last_event_id + 1), lambda: None)
 
 
 @router.post("/v1/runs/{run}/cancel", status_code=202)
 async def cancel(run: str, caller: TheCaller) -> Response:
     """Cancel a run; an ended one stays as it is."""
-    served = caller.workflows.server_runs.get(caller.tenant, run)
+    served = caller.service.runs.get(caller.tenant.id, run)
     served.cancel()
     return JSONAnswer(served.to_dict(), 202)
 
@@ -212,16 +215,16 @@ async def hints(body: dict[str, Any], caller: TheCaller) -> Response:
     The answer has what becomes of each. A call counts one against the tenant's hints per minute, and one more for each
     agent in its forecast and each session that it expects.
     """
-    service, tenant, known = caller.service, caller.tenant, caller.workflows
+    service, tenant = caller.service, caller.tenant
     allowed = service.meter(tenant).hints
     allowed.require()
     given = service.hints(tenant, body, caller.request.headers)
     allowed.use(1 + len(given.steps or ()) + len(given.expects or ()))
     namespace = tenant.namespace(given.salt)
-    found = known.registry.find(tenant.id, given.workflow)
+    found = service.workflows.of(tenant.id).get(given.workflow)
     # The run that hints name may be their session alone, of which they bring no forecast.
     is_session = given.run == given.session and not (given.workflow or given.steps is not None or given.final)
-    taken = [] if is_session else known.client_runs.hint(namespace, given, found)
+    taken = [] if is_session else service.client_runs.hint(namespace, given, found)
     taken += await asyncio.wrap_future(service.threads.wait(partial(service.engine.advise, namespace, given.turn)))
     data = {"object": "hints", "hints": given.to_dict(), "actions": outcomes(body, given, taken)}
     return JSONAnswer(data)

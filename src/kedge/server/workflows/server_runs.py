@@ -1,4 +1,4 @@
-"""Runs of registered workflows that the server drives, with their events; all that its routes share, and who calls."""
+"""Runs of registered workflows that the server drives, with their events."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import Depends, Request
-
-from kedge.errors import KedgeError, NotFound, RequestError, Unauthenticated
-from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
+from kedge.errors import KedgeError, RequestError
+from kedge.runner.run import EventKind, RunEvent, RunResult, run
 from kedge.server.history import REMEMBERED
 from kedge.server.http import CallFailure, event, receipt
-from kedge.server.service import Service
-from kedge.server.tenancy import OPERATOR, Meter, Tenant
+from kedge.server.tenancy import Meter, Tenant
 from kedge.server.tracing import WorkflowSpan
-from kedge.server.workflows.client_runs import ClientRuns
-from kedge.server.workflows.registry import WorkflowRegistry
-from kedge.types import RequestId, ReuseMode, RunId, TenantId
+from kedge.types import RequestId, ReuseMode, RunId
 from kedge.workflow.graph import Workflow
+
+if TYPE_CHECKING:
+    from kedge.server.service import Service
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE, KEEP_ALIVE_SECONDS = b": still there\n\n", 15.0
@@ -172,48 +170,18 @@ class ServerRun:
             self.service.threads.cancel(list(self.in_flight))
 
 
-class ServerRuns:
-    """Runs that a server drives, by tenant. Belongs to the event loop."""
+def start_run(service: Service, tenant: Tenant, workflow: Workflow, inputs: Mapping[str, str]) -> ServerRun:
+    """Start a run of a workflow whose agents all have their modes. The oldest ended ones are forgotten.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._of: dict[TenantId, dict[str, ServerRun]] = {}
-
-    def start(self, tenant: Tenant, workflow: Workflow, inputs: Mapping[str, str]) -> ServerRun:
-        """Start a run of a workflow whose agents all have their modes.
-
-        Raises `MissingInput` or `RequestError` for bad inputs, `LimitReached` or `Overloaded`.
-        """
-        check_inputs(workflow, inputs)
-        started = ServerRun(self._service, tenant, workflow, inputs, self._service.admit(tenant, 1))
-        mine = self._of.setdefault(tenant.id, {})
-        mine[started.id] = started
-        ended = [name for name, served in mine.items() if served.status is not RunStatus.RUNNING]
-        for name in ended[: max(0, len(ended) - REMEMBERED)]:
-            del mine[name]
-        return started
-
-    def get(self, tenant: Tenant, name: str) -> ServerRun:
-        """Return the tenant's run with this id. Raises `NotFound`."""
-        found = self._of.get(tenant.id, {}).get(name)
-        if found is None:
-            raise NotFound("run", name, "no run of this tenant has this id")
-        return found
-
-    def all(self, tenant: Tenant) -> list[ServerRun]:
-        """Return the tenant's running runs and the last ended ones, oldest first."""
-        return list(self._of.get(tenant.id, {}).values())
-
-    @property
-    def any_running(self) -> bool:
-        """Whether any run of any tenant is still running."""
-        return any(one.status is RunStatus.RUNNING for mine in self._of.values() for one in mine.values())
-
-    def cancel_all(self) -> None:
-        """Cancel all runs."""
-        for mine in self._of.values():
-            for served in mine.values():
-                served.cancel()
+    Raises `LimitReached` or `Overloaded`.
+    """
+    started = ServerRun(service, tenant, workflow, inputs, service.admit(tenant, 1))
+    mine = service.runs.of(tenant.id)
+    mine[started.id] = started
+    ended = [name for name, served in mine.items() if served.status is not RunStatus.RUNNING]
+    for name in ended[: max(0, len(ended) - REMEMBERED)]:
+        del mine[name]
+    return started
 
 
 def _result(result: RunResult) -> dict[str, Any]:
@@ -229,33 +197,3 @@ def _result(result: RunResult) -> dict[str, Any]:
         for one in result.results
     ]
     return {"answer": result.text, "total_ms": result.total_ms, "agents": agents}
-
-
-class Workflows:
-    """Registered workflows and their runs, driven by clients or by the server. Belongs to the event loop."""
-
-    def __init__(self, service: Service) -> None:
-        self.registry = WorkflowRegistry()
-        self.client_runs = ClientRuns(service.engine, service.settings.reuse or ReuseMode.TRANSLATE)
-        self.server_runs = ServerRuns(service)
-
-
-@dataclass(frozen=True, slots=True)
-class CallScope:
-    """A call of a tenant, and what of the server answers it."""
-
-    request: Request
-    service: Service
-    workflows: Workflows
-    tenant: Tenant
-
-
-async def _caller(request: Request) -> CallScope:
-    service: Service = request.app.state.service
-    tenant = service.authenticate(request)
-    if tenant.id == OPERATOR:
-        raise Unauthenticated("Authorization", "…", "must be a tenant's key: an operator's key only reads metrics")
-    return CallScope(request, service, request.app.state.workflows, tenant)
-
-
-TheCaller = Annotated[CallScope, Depends(_caller)]
