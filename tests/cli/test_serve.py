@@ -55,7 +55,7 @@ def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path) -> None:
     key, lines = re.search(r"once: (\S+)\n\n(.*)", result.output, re.DOTALL).groups()
     file = tmp_path / "keys.toml"
     file.write_text(lines)
-    assert load_keys(file, None, LimitSettings()).authenticate(f"Bearer {key}").id == "acme"
+    assert load_keys(file, None, LimitSettings()).of_headers({"authorization": f"Bearer {key}"}).id == "acme"
     assert key not in lines
 
 

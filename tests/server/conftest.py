@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anthropic
 import httpx
@@ -23,9 +23,11 @@ from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.server.app import create_app
 from kedge.server.service import Service
 from kedge.server.tenancy import KeyRing
-from kedge.server.tracing import OpenTelemetry
 from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest
+
+if TYPE_CHECKING:
+    from kedge.server.tracing import OpenTelemetry
 
 FLOW = """
 name: pair

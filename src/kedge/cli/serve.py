@@ -140,13 +140,13 @@ def _serve(settings: Settings) -> None:
 
 
 def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Console) -> None:
-    from kedge.server import logs, tracing
+    from kedge.server import logs
     from kedge.server.app import GracefulServer, create_app
     from kedge.server.service import BUNDLED_MODEL
 
     logs.configure(server.log_format)
     name = server.model_name or BUNDLED_MODEL
-    app = create_app(engine, server, keys, tracing.exporting(name) if server.tracing else None)
+    app = create_app(engine, server, keys)
     url = f"http://{server.host}:{server.port}"
     dtype = f" in {found}" if (found := engine.inspect().get("dtype")) else ""
     console.print(f"{name}{dtype} on {url}/v1, API described at /openapi.json", markup=False, highlight=False)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -33,12 +33,14 @@ from kedge.server.http import ERRORS, JSONAnswer, answer_error, answers
 from kedge.server.logs import AccessLogMiddleware
 from kedge.server.middleware import BoundedConnection, HostCheck
 from kedge.server.openai import generation as openai_api
-from kedge.server.service import Service
+from kedge.server.service import BUNDLED_MODEL, Service
 from kedge.server.tenancy import KeyRing
 from kedge.server.threads import in_own_thread
-from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows import routes as workflow_api
 from kedge.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from kedge.server.tracing import OpenTelemetry
 
 
 def create_app(
@@ -53,6 +55,10 @@ def create_app(
     if the engine, or the folder, cannot do what the settings ask for.
     """
     settings = settings or ServerSettings()
+    if settings.tracing and tracing is None:
+        from kedge.server.tracing import exporting
+
+        tracing = exporting(settings.model_name or BUNDLED_MODEL)
     keys = keys or KeyRing({}, settings.limits)
     for tenant in keys.tenants:
         engine.limit(tenant.id, tenant.quota)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import logging.config
 import time
 import uuid
 from contextlib import nullcontext
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kedge.server.tracing import OpenTelemetry
+if TYPE_CHECKING:
+    from kedge.server.tracing import OpenTelemetry
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the call that is being answered; empty outside of calls and in the engine's threads."""
@@ -55,17 +55,10 @@ class JSONLine(logging.Formatter):
 
 def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
     """Send all log records of this process to stderr."""
-    formatter = {"text": TextLine, "json": JSONLine}[log_format]
-    logging.config.dictConfig(
-        {
-            "version": 1,
-            "disable_existing_loggers": False,
-            "formatters": {"line": {"()": formatter}},
-            "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-            "root": {"level": level, "handlers": ["stderr"]},
-            "loggers": {"httpx": {"level": "WARNING"}},
-        }
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(TextLine() if log_format == "text" else JSONLine())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 logger = logging.getLogger("kedge.access")

@@ -188,12 +188,21 @@ def _text(item: dict[str, Any], name: str, place: str) -> str:
     return value
 
 
+ECHOED: Mapping[str, Any] = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "temperature", "top_p")), "metadata": {}, "tools": [],
+    "parallel_tool_calls": True, "tool_choice": "auto", "text": {"format": {"type": "text"}},
+}  # fmt: skip
+"""Fields of a body that its response repeats, and their defaults"""
+
+
 class ResponsesWriter(AnswerWriter):
     """Writer of one response. Its items are messages, unless they are empty, and the calls of tools."""
 
     def __init__(self, service: Service, asked: ResponsesBody) -> None:
         super().__init__(service)
         self._id, self._created, self._asked = _new_id("resp"), int(time.time()), asked
+        given = {**(asked.model_extra or {}), **dict(asked)}
+        self._echoed = {name: default if given.get(name) is None else given[name] for name, default in ECHOED.items()}
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         """Whether the last item is a message that goes on"""
@@ -288,27 +297,18 @@ class ResponsesWriter(AnswerWriter):
         return event({"type": kind, "sequence_number": self._events - 1, **data}, name=kind)
 
     def _response(self, status: str, completion: Completion | None = None) -> dict[str, Any]:
-        body, more = self._asked, self._asked.model_extra or {}
         return {
+            **self._echoed,
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": more.get("metadata") or {},
             "model": self.model,
             "output": list(self._items),
-            "parallel_tool_calls": more.get("parallel_tool_calls") is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": more.get("temperature"),
-            "text": body.text or {"format": {"type": "text"}},
-            "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
-            "top_p": more.get("top_p"),
             "usage": _usage(completion) if completion else None,
         }
 

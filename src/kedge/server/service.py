@@ -19,13 +19,13 @@ from kedge.server.http import CallFailure
 from kedge.server.metrics import NO_TENANT, CacheMetrics, ServerMetrics
 from kedge.server.tenancy import OPERATOR, KeyRing, Meter, OfTenants, Tenant
 from kedge.server.threads import Threads, in_own_thread
-from kedge.server.tracing import OpenTelemetry
 from kedge.server.workflows.client_runs import ClientRuns
 from kedge.server.workflows.registry import Registered
 from kedge.settings import ServerSettings
 from kedge.types import Completion, RequestId, ReuseMode, TenantId
 
 if TYPE_CHECKING:
+    from kedge.server.tracing import OpenTelemetry
     from kedge.server.workflows.server_runs import ServerRun
 
 BUNDLED_MODEL = "kedge-nano"

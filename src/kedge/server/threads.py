@@ -22,22 +22,16 @@ T = TypeVar("T")
 
 def in_own_thread(task: Callable[[], object], name: str) -> asyncio.Future[None]:
     """Run a task that may hang, in a thread that no end of the process waits for. Returns its end."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-
-    def tell() -> None:
-        if not ended.done():
-            ended.set_result(None)
+    ended: Future[None] = Future()
 
     def call() -> None:
         try:
             task()
         finally:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tell)
+            ended.set_result(None)
 
     threading.Thread(target=call, name=name, daemon=True).start()
-    return ended
+    return asyncio.wrap_future(ended)
 
 
 class Threads:

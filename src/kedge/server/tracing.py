@@ -1,24 +1,28 @@
 """Tracing of generations and runs with OpenTelemetry.
 
 A span is a child of the one in the caller's `traceparent` header. Attributes are those of OpenTelemetry's conventions
-for generative AI. No span contains text of prompts, answers or tools. The extra `otel` is needed only where tracing is
-on.
+for generative AI. No span contains text of prompts, answers or tools. Needs the extra `otel`; this module is imported
+where tracing is on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kedge.errors import ConfigError
+from opentelemetry import context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.propagate import extract
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+
 from kedge.runner.run import EventKind, RunEvent
 from kedge.types import Completion, GenerateRequest, RequestId, SamplingParams, Source
 from kedge.workflow.graph import Workflow
 from kedge.workflow.spec import tool_name
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span, Tracer, TracerProvider
 
 FIRST_TOKEN = "gen_ai.first_token"
 
@@ -27,17 +31,12 @@ class OpenTelemetry:
     """Factory of spans, with a tracer provider of OpenTelemetry."""
 
     def __init__(self, provider: TracerProvider, model_name: str) -> None:
-        from opentelemetry.propagate import extract
-
-        self._tracer: Tracer = provider.get_tracer("kedge")
-        self.model_name, self._extract = model_name, extract
+        self._tracer, self.model_name = provider.get_tracer("kedge"), model_name
 
     @contextmanager
     def called(self, headers: Mapping[str, str]) -> Iterator[None]:
         """Let new spans be children of the caller's."""
-        from opentelemetry import context
-
-        token = context.attach(self._extract(headers))
+        token = context.attach(extract(headers))
         try:
             yield
         finally:
@@ -52,19 +51,35 @@ class OpenTelemetry:
         kind: str = "INTERNAL",
     ) -> Span:
         """Begin a span `within` another one, or else within the caller's."""
-        from opentelemetry.trace import SpanKind, set_span_in_context
-
         about = _known({"gen_ai.provider.name": "kedge", "gen_ai.operation.name": operation, **attributes})
         parent = set_span_in_context(within) if within else None
         return self._tracer.start_span(f"{operation} {name}", parent, kind=SpanKind[kind], attributes=about)
 
-    def generation(self, operation: str, tenant: str) -> Span:
+    def generation(self, operation: str, tenant: str) -> GenerationSpan:
         """Begin the span of a call's generations, before they are submitted."""
         attributes = {"gen_ai.request.model": self.model_name, "kedge.tenant": tenant}
-        return self.begin(operation, self.model_name, attributes, kind="SERVER")
+        return GenerationSpan(self.begin(operation, self.model_name, attributes, kind="SERVER"), self.model_name)
 
-    def submitting(self, span: Span, requests: Sequence[GenerateRequest]) -> None:
-        """Record the attributes of a call's requests."""
+    def run(self, tenant: str, run_id: str, workflow: Workflow) -> WorkflowSpan:
+        """Begin the span of a run of the server."""
+        return WorkflowSpan(self, tenant, run_id, workflow)
+
+
+def exporting(model_name: str) -> OpenTelemetry:
+    """Return tracing to an OTLP collector, as OpenTelemetry's `OTEL_…` variables configure it."""
+    provider = TracerProvider(resource=Resource.create({"service.name": "kedge"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return OpenTelemetry(provider, model_name)
+
+
+class GenerationSpan:
+    """Span of one call's generations, from their submission to their end."""
+
+    def __init__(self, span: Span, model_name: str) -> None:
+        self._span, self._model_name = span, model_name
+
+    def submitting(self, requests: Sequence[GenerateRequest]) -> None:
+        """Record the attributes of the requests."""
         first = requests[0]
         attributes = {
             **_request_attributes(first.sampling),
@@ -74,37 +89,28 @@ class OpenTelemetry:
             "kedge.workflow": first.workflow or None,
             "kedge.reuse": first.reuse.value,
         }
-        span.set_attributes(_known(attributes))
+        self._span.set_attributes(_known(attributes))
 
-    def ended(self, span: Span, completions: Sequence[Completion]) -> None:
-        """End the span of generations: nothing of them is left in the engine."""
+    def begun(self) -> None:
+        """Record the first token of a generation."""
+        self._span.add_event(FIRST_TOKEN)
+
+    def ended(self, completions: Sequence[Completion]) -> None:
+        """End the span: nothing of the call is left in the engine."""
         receipts = [one.receipt for one in completions]
         attributes = {
-            "gen_ai.response.model": self.model_name,
+            "gen_ai.response.model": self._model_name,
             "gen_ai.response.finish_reasons": [one.finish_reason.value for one in completions] or None,
             "gen_ai.usage.input_tokens": sum(one.prompt_tokens for one in receipts),
             "gen_ai.usage.output_tokens": sum(len(one.tokens) for one in completions),
             **{f"kedge.prompt_tokens.{source}": sum(one.tokens(source) for one in receipts) for source in Source},
         }
-        span.set_attributes(_known(attributes))
-        span.end()
+        self._span.set_attributes(_known(attributes))
+        self._span.end()
 
-
-def exporting(model_name: str) -> OpenTelemetry:
-    """Return tracing to an OTLP collector, as OpenTelemetry's `OTEL_…` variables configure it.
-
-    Raises `ConfigError` without the extra `otel`.
-    """
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise ConfigError("server.tracing", error.name, "is not installed: pip install 'kedge[otel]'") from error
-    provider = TracerProvider(resource=Resource.create({"service.name": "kedge"}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return OpenTelemetry(provider, model_name)
+    def failed(self, error: BaseException) -> None:
+        """End the span with the error that kept the call from beginning."""
+        _fail(self._span, error, str(error))
 
 
 class WorkflowSpan:
@@ -133,7 +139,7 @@ class WorkflowSpan:
                 self._begun.add(request)
                 self._open[request].add_event(FIRST_TOKEN)
             case EventKind.ANSWERED if event.completion:
-                self._tracing.ended(self._open.pop(request), [event.completion])
+                GenerationSpan(self._open.pop(request), self._tracing.model_name).ended([event.completion])
                 if agent.tool is not None:
                     name = tool_name(agent.tool)
                     about |= {"gen_ai.tool.name": name, "gen_ai.tool.type": "function"}
@@ -148,7 +154,7 @@ class WorkflowSpan:
             if error is None:
                 span.end()
             else:
-                fail(span, error)
+                _fail(span, error)
 
 
 def _request_attributes(sampling: SamplingParams) -> dict[str, Any]:
@@ -161,10 +167,7 @@ def _request_attributes(sampling: SamplingParams) -> dict[str, Any]:
     }
 
 
-def fail(span: Span, error: BaseException, why: str | None = None) -> None:
-    """End a span with an error; `why` has no text of prompts or answers."""
-    from opentelemetry.trace import Status, StatusCode
-
+def _fail(span: Span, error: BaseException, why: str | None = None) -> None:
     span.set_attribute("error.type", type(error).__name__)
     span.set_status(Status(StatusCode.ERROR, why))
     span.end()

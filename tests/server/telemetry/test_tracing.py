@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,15 +9,15 @@ import openai
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.errors import ConfigError
 from kedge.server.app import create_app
-from kedge.server.tracing import OpenTelemetry, exporting
 from kedge.settings import ServerSettings
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+from kedge.server.tracing import OpenTelemetry  # noqa: E402
+
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -188,22 +187,9 @@ def test_a_run_that_is_cancelled_ends_its_spans(traced: Served, spans: Any) -> N
     assert {span.status.status_code.name for span in (agent, ended)} == {"UNSET"}
 
 
-# without it -----------------------------------------------------------------------------------------------------------
+# with the real packages -----------------------------------------------------------------------------------------------
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def missing(name: str, *args: Any) -> Any:
-        if name.startswith("opentelemetry"):
-            raise ImportError("no", name=name)
-        return original(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ConfigError, match=r"kedge\[otel\]"):
-        exporting("model")
-    create_app(EchoEngine())
-
-
-def test_exporting_builds_with_the_real_packages() -> None:
-    assert isinstance(exporting("model"), OpenTelemetry)
+def test_a_server_whose_settings_ask_for_tracing_exports() -> None:
+    with EchoEngine() as engine:
+        assert isinstance(create_app(engine, ServerSettings(tracing=True)).state.service.tracing, OpenTelemetry)

@@ -47,7 +47,6 @@ from kedge.server.openai.tool_calls import PARSERS, AnswerReader, grammar_of
 from kedge.server.openai.writers import AnswerWriter, CompletionsWriter
 from kedge.server.service import CallScope, Service, TheCaller
 from kedge.server.tenancy import Meter
-from kedge.server.tracing import FIRST_TOKEN, fail
 from kedge.server.workflows.client_runs import values_for
 from kedge.types import (
     ClientId,
@@ -64,7 +63,7 @@ from kedge.types import (
 from kedge.workflow.graph import Step
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
+    from kedge.server.tracing import GenerationSpan
 
 ANSWERS = answers(200, kinds=(*JSON, *EVENTS))
 """Documentation of the answers of routes that generate"""
@@ -148,7 +147,7 @@ class Generation:
     step: Step | None = None
     """The turn of the agent whose template is filled"""
     _meter: Meter | None = None
-    _span: Span | None = None
+    _span: GenerationSpan | None = None
 
     def __init__(self, caller: CallScope, body: AnyBody, hints: Hints, grammar: str) -> None:
         """Of a conversation, of texts or token ids as they stand, or, where the hints have bindings, of a registered
@@ -192,13 +191,13 @@ class Generation:
         was before.
         """
         run, service, tenant, agent = self.run, self.caller.service, self.caller.tenant, self.hints.agent
-        fills, threads, tracing = self.hints.bindings is not None, service.threads, service.tracing
+        fills, threads = self.hints.bindings is not None, service.threads
 
         def submit() -> list[Stream]:
             """Build and submit all requests or, if one is refused, none."""
             self.requests = self._requests()
-            if tracing and self._span:
-                tracing.submitting(self._span, self.requests)
+            if self._span:
+                self._span.submitting(self.requests)
             streams: list[Stream] = []
             try:
                 for request in self.requests:
@@ -217,14 +216,14 @@ class Generation:
         try:
             self._meter = service.admit(tenant, count)
             operation = "chat" if isinstance(self.body, ChatBody) else "text_completion"
-            self._span = tracing.generation(operation, tenant.id) if tracing else None
+            self._span = service.tracing.generation(operation, tenant.id) if service.tracing else None
             may_wait = bool(self.sampling.grammar)  # for others of its tenant to be read
             streams = await (asyncio.wrap_future(threads.wait(submit)) if may_wait else threads.work(submit))
         except BaseException as error:  # cancellation too must undo it
             if self._meter:
                 self._meter.give_back(count)
             if self._span:
-                fail(self._span, error, str(error))
+                self._span.failed(error)
             if run and agent:
                 run.undo(agent, self.step)
             self._name_field(error)
@@ -250,7 +249,7 @@ class Generation:
         if isinstance(item, TokenDelta):
             if self._span and item.tokens and at not in self._begun:
                 self._begun.add(at)
-                self._span.add_event(FIRST_TOKEN)
+                self._span.begun()
             if item.completion:
                 self.completions[at] = item.completion
                 self.caller.service.finished(self.caller.tenant, item.completion)
@@ -265,8 +264,8 @@ class Generation:
     def _is_over(self) -> None:
         """Book the end of all generations."""
         run, runs, hints = self.run, self.caller.service.client_runs, self.hints
-        if self._span and (tracing := self.caller.service.tracing):
-            tracing.ended(self._span, [one for one in self.completions if one])
+        if self._span:
+            self._span.ended([one for one in self.completions if one])
         if run and self.step and self.completions[0]:
             run.keep(self.step, self.completions[0], self.caller.service.engine.tokenizer)
         if run and hints.agent:

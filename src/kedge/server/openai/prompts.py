@@ -85,15 +85,11 @@ def as_plain(specials: Collection[str], data: Any) -> tuple[Any, str]:
     except RecursionError:
         raise RequestError("messages", "…", "nests too deeply") from None
     mark = next((one for one in map(chr, range(0xE000, 0xF900)) if one not in whole), "\uf8ff")
-    names, sizes = {name.lower() for name in specials}, sorted({len(name) for name in specials})
-    first = re.compile("|".join({re.escape(name[0]) for name in specials}) or r"(?!)", re.IGNORECASE)
+    firsts, wholes = ("|".join(map(re.escape, names)) or "(?!)" for names in ({name[0] for name in specials}, specials))
+    spelled = re.compile(f"(?={firsts})(?={wholes}).", re.IGNORECASE | re.DOTALL)  # by the first alone it is soon over
 
     def broken(text: str) -> str:
-        def marked(found: re.Match[str]) -> str:
-            is_special = any(text[found.start() : found.start() + size].lower() in names for size in sizes)
-            return found[0] + mark if is_special else found[0]
-
-        return first.sub(marked, text)
+        return spelled.sub(lambda found: found[0] + mark, text)
 
     def plain(data: Any) -> Any:
         if isinstance(data, str):

@@ -36,6 +36,7 @@ from kedge.types import (
 )
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Step
+from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.steps import NextRun
 from kedge.workflow.template import CompiledAgent, Placeholder, Value
 
@@ -122,7 +123,7 @@ class ClientRuns:
             if self.board.forecast(run.key) is not known:
                 run.called.clear()
         elif run.progress is None and registered is not None and self.board.forecast(run.key) is None:
-            run.progress = RunProgress(registered.graph, run.key, self.board)
+            run.progress = RunProgress(StepGraph.of(registered.workflow), run.key, self.board)
             self._publish(run.progress.begin(now), fixed_prompts(run.key, registered.prompts))
 
     def _publish(self, changes: Changes, begins: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:

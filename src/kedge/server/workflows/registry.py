@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from types import MappingProxyType
 
 from kedge.errors import NotFound, SpecError, WorkflowError
@@ -12,7 +11,6 @@ from kedge.guard import GuardMode
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import build_workflow
-from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.template import CompiledAgent
 
 MAX_WORKFLOWS, MAX_STEPS = 256, 1024
@@ -28,11 +26,6 @@ class Registered:
     """Mode of agents without a mode of their own; None for the server's default."""
     prompts: Mapping[AgentId, CompiledAgent] = field(default_factory=dict)
     """Prompts of all agents, compiled for the served model."""
-
-    @cached_property
-    def graph(self) -> StepGraph:
-        """The workflow's step graph."""
-        return StepGraph.of(self.workflow)
 
     def agent(self, name: str) -> Agent:
         """Return the agent with this id. Raises `NotFound`."""

@@ -16,7 +16,6 @@ from kedge.runner.run import EventKind, RunEvent, RunResult, run
 from kedge.server.history import REMEMBERED
 from kedge.server.http import CallFailure, event, receipt
 from kedge.server.tenancy import Meter, Tenant
-from kedge.server.tracing import WorkflowSpan
 from kedge.types import RequestId, ReuseMode, RunId
 from kedge.workflow.graph import Workflow
 
@@ -60,7 +59,7 @@ class ServerRun:
     def __post_init__(self) -> None:
         """Start the run."""
         tracing = self.service.tracing
-        self._span = WorkflowSpan(tracing, self.tenant.id, self.id, self.flow) if tracing else None
+        self._span = tracing.run(self.tenant.id, self.id, self.flow) if tracing else None
         self.service.metrics.runs.labels(self.tenant.id).inc()
         result = self.service.threads.wait(self._run)
         result.add_done_callback(lambda ended: self._loop.call_soon_threadsafe(self._end, ended))
