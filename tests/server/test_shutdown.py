@@ -16,6 +16,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.server import app
 from kedge.server.workflows.server_runs import ServerRun
 from kedge.settings import ServerSettings
+from kedge.types import TenantId
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import FLOW, PATIENCE, YAML, Served, serving, wait_until
 
@@ -89,7 +90,7 @@ def test_a_run_without_a_listener_has_the_grace_too() -> None:
 
 
 def only_run(running: Served) -> ServerRun:
-    (run,) = running.service.runs.all()
+    (run,) = running.service.runs.of(TenantId("default")).values()
     return run
 
 

@@ -14,19 +14,18 @@ from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
 from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
 from kedge.hints import Hints, read_hints
+from kedge.server.client_runs import ClientRuns
 from kedge.server.history import History
 from kedge.server.http import CallFailure
 from kedge.server.metrics import NO_TENANT, CacheMetrics, ServerMetrics
+from kedge.server.registry import Registered
 from kedge.server.tenancy import OPERATOR, KeyRing, Meter, OfTenants, Tenant
 from kedge.server.threads import Threads, in_own_thread
-from kedge.server.workflows.client_runs import ClientRuns
-from kedge.server.workflows.registry import Registered
 from kedge.settings import ServerSettings
 from kedge.types import Completion, RequestId, ReuseMode, TenantId
 
 if TYPE_CHECKING:
     from kedge.server.tracing import OpenTelemetry
-    from kedge.server.workflows.server_runs import ServerRun
 
 BUNDLED_MODEL = "kedge-nano"
 """The model's name for clients where the settings have none."""
@@ -58,11 +57,11 @@ class Service:
         """Whether the engine's last sign was that it is closed"""
         self._meters: dict[TenantId, Meter] = {}
         self.workflows: OfTenants[Registered] = OfTenants("workflow")
-        self.runs: OfTenants[ServerRun] = OfTenants("run")
+        self.runs: OfTenants[Any] = OfTenants("run")
         """Those that the server drives: all that go on, and the last ended ones"""
         self.client_runs = ClientRuns(self.engine, settings.reuse or ReuseMode.TRANSLATE)
         self.calls: dict[object, Callable[[KedgeError], None]] = {}
-        """What each running call of the engine is told of an error with"""
+        """What each running call of the engine, and each run, is told of an error with"""
 
     def authenticate(self, request: Request) -> Tenant:
         """Return who calls: a tenant, or the operator. Raises `Unauthenticated`."""
@@ -132,22 +131,17 @@ class Service:
         return None if failure is None else EngineClosed("engine", failure, "it ended by itself")
 
     async def shut(self, patience: float = 10.0) -> None:
-        """Cancel all runs, wait for all calls, and end the threads; those of a hung engine end when it is killed."""
-        self._cancel_runs()
+        """End all calls and runs, and then the threads; those of a hung engine end when it is killed."""
+        self.fail_all(EngineClosed("server", "ending", "the call was still running"))
         last = time.monotonic() + patience
         while self.calls and time.monotonic() < last:
             await asyncio.sleep(0.01)
         await asyncio.to_thread(self.threads.shut, wait=not self.calls)
 
     def fail_all(self, error: KedgeError) -> None:
-        """End every running call with an error, and cancel all runs."""
-        self._cancel_runs()
-        for tell in self.calls.values():
+        """End every running call with an error, and every run."""
+        for tell in list(self.calls.values()):
             tell(error)
-
-    def _cancel_runs(self) -> None:
-        for run in self.runs.all():
-            run.cancel()
 
     def check_model(self, model: str | None) -> None:
         """Raise `NotFound` for another model than the served one."""

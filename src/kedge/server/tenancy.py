@@ -170,10 +170,6 @@ class OfTenants(Generic[T]):
             raise NotFound(self._kind, name, f"the tenant has no such {self._kind}")
         return self.of(tenant)[name]
 
-    def all(self) -> list[T]:
-        """Return what all tenants have."""
-        return [one for mine in self._of.values() for one in mine.values()]
-
 
 @dataclass
 class Bucket:

@@ -87,7 +87,15 @@ def _drawn(flow: Workflow) -> dict[str, Any]:
 def _runs(service: Service, tenant: TenantId) -> list[dict[str, Any]]:
     """Runs that the server drives, and those of clients that go on; any other run of a call has ended."""
     served = service.runs.of(tenant).values()
-    driven = [{"id": one.id, "workflow": one.workflow, "status": one.status, "reason": one.failure} for one in served]
+    driven = [
+        {
+            "id": one.id,
+            "workflow": one.workflow,
+            "status": one.status,
+            "reason": one.to_dict().get("error", {}).get("message"),
+        }
+        for one in served
+    ]
     return driven + [{"id": run.name, "status": "running"} for run in service.client_runs.of(tenant)]
 
 

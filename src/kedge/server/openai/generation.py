@@ -28,6 +28,7 @@ from kedge.errors import (
 from kedge.guard import GuardOrders
 from kedge.hints import Hints
 from kedge.hints.values import MAX_EXPECTED
+from kedge.server.client_runs import values_for
 from kedge.server.http import (
     ERRORS,
     EVENTS,
@@ -47,7 +48,6 @@ from kedge.server.openai.tool_calls import PARSERS, AnswerReader, grammar_of
 from kedge.server.openai.writers import AnswerWriter, CompletionsWriter
 from kedge.server.service import CallScope, Service, TheCaller
 from kedge.server.tenancy import Meter
-from kedge.server.workflows.client_runs import values_for
 from kedge.types import (
     ClientId,
     Completion,

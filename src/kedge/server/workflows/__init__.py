@@ -1,1 +1,1 @@
-"""Workflows over HTTP: registering them, and runs that the server or a client drives."""
+"""Workflows over HTTP: registering them, and runs that the server drives."""

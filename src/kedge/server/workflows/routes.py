@@ -28,8 +28,8 @@ from kedge.server.http import (
     answers,
     event,
 )
+from kedge.server.registry import MAX_WORKFLOWS, Registered, registered
 from kedge.server.service import TheCaller
-from kedge.server.workflows.registry import MAX_WORKFLOWS, Registered, registered
 from kedge.server.workflows.server_runs import ServerRun, start_run
 from kedge.settings.sections import shown_fidelity
 from kedge.types import ReuseMode

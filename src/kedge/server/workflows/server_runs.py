@@ -9,18 +9,16 @@ from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kedge.errors import KedgeError, RequestError
 from kedge.runner.run import EventKind, RunEvent, RunResult, run
 from kedge.server.history import REMEMBERED
 from kedge.server.http import CallFailure, event, receipt
+from kedge.server.service import Service
 from kedge.server.tenancy import Meter, Tenant
 from kedge.types import RequestId, ReuseMode, RunId
 from kedge.workflow.graph import Workflow
-
-if TYPE_CHECKING:
-    from kedge.server.service import Service
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE, KEEP_ALIVE_SECONDS = b": still there\n\n", 15.0
@@ -61,6 +59,7 @@ class ServerRun:
         tracing = self.service.tracing
         self._span = tracing.run(self.tenant.id, self.id, self.flow) if tracing else None
         self.service.metrics.runs.labels(self.tenant.id).inc()
+        self.service.calls[self] = lambda _: self.cancel()
         result = self.service.threads.wait(self._run)
         result.add_done_callback(lambda ended: self._loop.call_soon_threadsafe(self._end, ended))
 
@@ -84,11 +83,6 @@ class ServerRun:
                 await asyncio.wait_for(news.wait(), KEEP_ALIVE_SECONDS)
             except TimeoutError:
                 yield KEEP_ALIVE
-
-    @property
-    def failure(self) -> str | None:
-        """Why the run failed; None where it did not."""
-        return self.events[-1][1]["error"]["message"] if self.status is RunStatus.FAILED else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run's state; of an ended one with its result or error."""
@@ -142,6 +136,7 @@ class ServerRun:
 
     def _end(self, ended: Future[RunResult]) -> None:
         self.meter.give_back()
+        del self.service.calls[self]
         error, status, data = ended.exception(), RunStatus.FAILED, dict[str, Any]()
         died = error and self.service.engine_error
         if error is None:

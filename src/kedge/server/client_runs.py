@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -20,7 +20,7 @@ from kedge.errors import RequestError
 from kedge.hints import ActionOutcome, Hints
 from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
 from kedge.runner.prompts import NOTHING, Remembered, RunPrompts, fixed_prompts
-from kedge.server.workflows.registry import Registered
+from kedge.server.registry import Registered
 from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import (
     AgentId,
@@ -160,11 +160,6 @@ class ClientRun:
     called: set[AgentId] = field(default_factory=set)
     """Agents that have called since the forecast was made."""
 
-    @property
-    def acting(self) -> Set[AgentId]:
-        """Agents whose expected call has come, so that the forecast does not yet cover their next one."""
-        return self.running.keys() | self.called
-
     def call(self, agent: AgentId, *, fills: bool) -> Step | None:
         """Count a call of `agent` as in flight. Returns its next turn where it `fills` its template."""
         self.running[agent] += 1
@@ -202,7 +197,8 @@ class ClientRun:
         None where the server has filled no template of the run.
         """
         known = self.registered.workflow.ids if self.registered else ()
-        soon = [one for one in known if one in next_runs and one not in self.acting and next_runs[one].steps <= 1]
+        acting = self.running.keys() | self.called
+        soon = [one for one in known if one in next_runs and one not in acting and next_runs[one].steps <= 1]
         return sorted(soon, key=lambda agent: next_runs[agent].steps)[:PREPARED_AGENTS]
 
     def request(self, agent: AgentId, default: ReuseMode) -> GenerateRequest:
@@ -223,7 +219,9 @@ def values_for(
 ) -> dict[Placeholder, Value]:
     """Return what fills an agent's placeholders: the client's bindings, and the answers of its run.
 
-    Raises `RequestError` for a binding that the agent does not read, or a placeholder without a value.
+    A binding's sample is named by its tokens, so that equal texts are one sample. Special tokens that it spells out are
+    read as plain text. Raises `RequestError` for a binding that is no Unicode or that the agent does not read, or a
+    placeholder without a value.
     """
     names = {placeholder.name for placeholder in prompt.placeholders}
     for name in bindings:
@@ -235,22 +233,14 @@ def values_for(
         if run is not None and placeholder.kind is ValueKind.AGENT:
             sample = registered.workflow.sample(step, placeholder)
             known = Remembered(NOTHING) if sample is None else run.answers.get(sample)
-        if text is None and known is None:
-            raise RequestError("kedge.bindings", placeholder.name, "has no value")
         if known is not None and text in (None, known.text):
             values[placeholder] = known.value
-        else:
-            values[placeholder] = value_of(tokenizer, placeholder, text or "")
+            continue
+        if text is None:
+            raise RequestError("kedge.bindings", placeholder.name, "has no value")
+        require_text(f"kedge.bindings.{placeholder.name}", text, may_be_empty=True)
+        tokenizer.measure(text)
+        tokens = tokenizer.encode(text, special=False, inside=True) if text else ()
+        digest = hashlib.blake2b(repr(tokens).encode(), digest_size=12).hexdigest()
+        values[placeholder] = Value(tokens, SampleId(placeholder.kind, placeholder.of, placeholder.turns_back, digest))
     return values
-
-
-def value_of(tokenizer: Tokenizer, placeholder: Placeholder, text: str) -> Value:
-    """Return the value that `text` is. Its sample is named by its tokens, so that equal texts are one sample.
-
-    Special tokens that are spelled out in `text` are read as plain text. Raises `RequestError` for invalid Unicode.
-    """
-    require_text(f"kedge.bindings.{placeholder.name}", text, may_be_empty=True)
-    tokenizer.measure(text)
-    tokens = tokenizer.encode(text, special=False, inside=True) if text else ()
-    digest = hashlib.blake2b(repr(tokens).encode(), digest_size=12).hexdigest()
-    return Value(tokens, SampleId(placeholder.kind, placeholder.of, placeholder.turns_back, digest))

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kedge.engine.echo import ByteTokenizer, EchoEngine
-from kedge.server.workflows import client_runs
+from kedge.server import client_runs
 from kedge.types import GenerateRequest, Namespace, RunKey, SampleId, TenantId, ValueKind
 from tests.server.conftest import FLOW, YAML, Served, serving
 
