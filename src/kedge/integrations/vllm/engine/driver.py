@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
@@ -27,10 +27,9 @@ from kedge.checks import LAST_SEED
 from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.validation import require_new_id
-from kedge.errors import ForwardFailed, KedgeError, RequestError
+from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
 from kedge.integrations.vllm.entry_point import FORCED, died
-from kedge.integrations.vllm.plugin.hints import AFRESH, NO_PROMPT, request_hints, run_hints, salt_of, short
-from kedge.integrations.vllm.plugin.metrics import ANSWERS, LATE_ANSWERS, message
+from kedge.integrations.vllm.plugin.hints import AFRESH, Message, ask, request_hints, run_hints, salt_of, short
 from kedge.reuse.reasons import with_reasons
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
@@ -54,8 +53,6 @@ from kedge.workflow.forecast import AgentKey, Changes, RunKey
 from kedge.workflow.steps import NextRun
 
 logger = logging.getLogger(__name__)
-RECEIPT_TIMEOUT = 0.5
-"""Seconds to wait for the receipt of a request that was aborted here."""
 ReceiptData = Mapping[str, Any]
 """A receipt as the plug-in sends it"""
 
@@ -258,19 +255,6 @@ class StreamedResponse:
 # messages, and all requests at once -----------------------------------------------------------------------------------
 
 
-class PluginMessage(NamedTuple):
-    """Hints for the plug-in without a prompt to run. For vLLM it is a request that is aborted at once."""
-
-    namespace: Namespace
-    hints: dict[str, Any]
-    tokens: Tokens = NO_PROMPT
-
-
-def expected_prompt(request: GenerateRequest) -> PluginMessage:
-    """Return the message that such a request is expected; values that are not known yet have no tokens."""
-    return PluginMessage(request.namespace, {**request_hints(request), "ahead": True}, request.tokens)
-
-
 class Forecasts:
     """The forecast of every run, merged from changes: the plug-in takes whole forecasts only."""
 
@@ -280,7 +264,7 @@ class Forecasts:
         """The fixed prompts that the plug-in has: a team's runs begin with the same ones"""
         self._seq = itertools.count()
 
-    def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[PluginMessage]:
+    def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[Message]:
         """Yield fixed prompts that the plug-in does not know from earlier runs, then forecasts: it adopts a prompt with
         the forecast that names its agent.
         """
@@ -289,7 +273,7 @@ class Forecasts:
                 continue
             self._sent[agent] = tokens
             fixed = run_hints(key.run, agent=short(key.agent), fixed_tokens=len(tokens))
-            yield PluginMessage(key.namespace, fixed, tokens)
+            yield Message(fixed, salt_of(key.namespace), tokens)
         by_run: dict[RunKey, dict[AgentId, NextRun | None]] = {}
         for key, next_run in changes.items():
             by_run.setdefault(key.run, {})[key.agent] = next_run
@@ -299,7 +283,7 @@ class Forecasts:
             if known:
                 self._runs[run] = known
             steps = {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
-            yield PluginMessage(run.namespace, run_hints(run, seq=next(self._seq), steps=steps))
+            yield Message(run_hints(run, seq=next(self._seq), steps=steps), salt_of(run.namespace))
 
 
 def tokens_prompt(request: GenerateRequest) -> TokensInput:
@@ -323,7 +307,7 @@ class Driver:
         (`prefix_queries`) and found (`prefix_hits`)"""
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
-        self._in_order, self._numbers, self._forecasts = asyncio.Lock(), itertools.count(), Forecasts()
+        self._forecasts = Forecasts()
         self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict()
         """Whether an agent's last prompt was translated"""
 
@@ -375,17 +359,14 @@ class Driver:
     async def _serve(self, response: StreamedResponse, generating: asyncio.Task[ReceiptData | None]) -> None:
         """Wait for the end of a request, and end its stream."""
         request_id = response.request.request_id
-        later = LATE_ANSWERS.expect(request_id)
         await asyncio.wait([generating])
         error = None if generating.cancelled() else generating.exception()
         receipt = None if error or generating.cancelled() else generating.result()
-        if error is None and receipt is None and self._plugged and response.has_begun and not self.is_dead:
-            # an aborted request's comes with vLLM's statistics, not with an output
-            done, _ = await asyncio.wait([later], timeout=RECEIPT_TIMEOUT)
-            receipt = later.result() if done else None
+        if error is None and receipt is None and self._plugged and response.has_begun:  # it was aborted here
+            with suppress(EngineClosed):
+                receipt = next(iter(await ask(self.llm.engine_core, "receipt", request_id)), None)
         if receipt:
             self._translated[response.request.workflow_agent] = bool(receipt["tokens"]["translated"])
-        LATE_ANSWERS.forget(request_id)
         del self._generating[request_id]
         try:
             if error is not None:
@@ -402,25 +383,13 @@ class Driver:
 
     async def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Pass on a forecast and fixed prompts."""
-        await self._send(self._forecasts.messages(changes, prompts))
+        await self.send(*self._forecasts.messages(changes, prompts))
 
-    async def expect(self, request: GenerateRequest) -> None:
-        """Pass on that such a request is expected."""
-        await self._send([expected_prompt(request)])
-
-    async def end_run(self, run: RunKey) -> None:
-        """Pass on that a run is over."""
-        await self._send([PluginMessage(run.namespace, run_hints(run, final=True))])
-
-    async def _send(self, messages: Iterable[PluginMessage]) -> None:
-        """Send messages to the plug-in in this order, behind those of earlier calls, unless vLLM has died: as
-        `AsyncLLM.notify_kv_transfer_request_rejected` does, with a prompt and the tenant's salt.
-        """
-        async with self._in_order:
-            with suppress(EngineDeadError):
-                for one in messages:
-                    sent = message(f"kedge-message-{next(self._numbers)}", *one)
-                    await self.llm.engine_core.add_request_async(sent)
+    async def send(self, *messages: Message) -> None:
+        """Send messages to the plug-in in this order, behind those of earlier calls, unless vLLM has died."""
+        if messages:
+            with suppress(EngineClosed):
+                await ask(self.llm.engine_core, "tell", messages)
 
     # the end --------------------------------------------------------------------------------------------------------
 
@@ -433,7 +402,7 @@ class Driver:
 
 
 class _StatsListener(StatLoggerBase):
-    """A logger of vLLM's statistics, which carry the plug-in's counters and messages."""
+    """A logger of vLLM's statistics, which carry the plug-in's counters."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -447,10 +416,9 @@ class _StatsListener(StatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
-        plugin_stats, found = dict(scheduler_stats.kv_connector_stats or {}), scheduler_stats.prefix_cache_stats
-        LATE_ANSWERS.answered(plugin_stats.pop(ANSWERS, {}))
+        plugin_stats, found = scheduler_stats.kv_connector_stats, scheduler_stats.prefix_cache_stats
         self._driver.stats = scheduler_stats
-        self._driver.counts.update(plugin_stats, prefix_queries=found.queries, prefix_hits=found.hits)
+        self._driver.counts.update(plugin_stats or {}, prefix_queries=found.queries, prefix_hits=found.hits)
 
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM has a log of its own."""
