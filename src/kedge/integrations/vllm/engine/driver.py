@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from typing import Any
 
 from vllm import SamplingParams
@@ -96,28 +95,25 @@ REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fi
 """vLLM's reasons. It stops at end-of-sequence tokens only, since stop strings are matched here."""
 
 
-def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: Mapping[str, float]) -> Receipt:
-    """Return the receipt that the plug-in sent for a request as `data`."""
-    misses = tuple(Miss(one["segment"], one["reason"]) for one in data["misses"])
-    spans = tuple(Span(start, stop, Source(source)) for start, stop, source in data["spans"])
-    reasons = with_reasons(request, spans, misses)
-    return Receipt(request.request_id, request.reuse, spans, reasons, parts_ms, data["preassembled"])
+def receipt_of(
+    request: GenerateRequest, sent: ReceiptData | None, cached: int | None, parts_ms: Mapping[str, float]
+) -> Receipt:
+    """Return the receipt that the plug-in has `sent` for a request.
 
-
-def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[str, float]) -> Receipt:
-    """Return the receipt of an aborted request, for which the plug-in sent none.
-
-    vLLM reports only the number of prompt tokens that it did not compute: `cached`, None where it had not begun.
-    Whether they are exact is known only where nothing could be translated.
+    Without one, vLLM reports the number of prompt tokens that it did not compute: `cached`, None where it had not
+    begun. Whether they are exact is known only where nothing could be translated.
     """
-    mode = request.reuse
-    if cached is None:
-        return Receipt(request.request_id, mode, (), parts_ms=parts_ms)
-    if cached and mode is ReuseMode.TRANSLATE:
-        return Receipt(request.request_id, mode, (), (NO_RECEIPT,), parts_ms)
-    both = Span(0, cached, Source.DEVICE), Span(cached, request.prompt_tokens, Source.COMPUTED)
-    spans = tuple(span for span in both if len(span))
-    return Receipt(request.request_id, mode, spans, with_reasons(request, spans, ()), parts_ms)
+    spans, misses = list[Span](), tuple[Miss, ...]()
+    if sent:
+        spans = [Span(start, stop, Source(source)) for start, stop, source in sent["spans"]]
+        misses = tuple(Miss(one["segment"], one["reason"]) for one in sent["misses"])
+    elif cached and request.reuse is ReuseMode.TRANSLATE:
+        misses = (NO_RECEIPT,)
+    elif cached is not None:
+        both = Span(0, cached, Source.DEVICE), Span(cached, request.prompt_tokens, Source.COMPUTED)
+        spans = [span for span in both if len(span)]
+    reasons, preassembled = with_reasons(request, spans, misses), sent["preassembled"] if sent else 0
+    return Receipt(request.request_id, request.reuse, tuple(spans), reasons, parts_ms, preassembled)
 
 
 def ranked_logprobs(
@@ -155,8 +151,6 @@ class StreamedResponse:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-        self._pending = TokenDelta("", ())
-        """What has not been put into the stream yet"""
         self._cached: int | None = None
         self._stats: Any = None
 
@@ -176,58 +170,45 @@ class StreamedResponse:
             self._first_token, top = time.perf_counter(), self.request.prompt_logprobs
             if top is not None:
                 self._prompt_logprobs = tuple(ranked_logprobs(self.request.tokens, output.prompt_logprobs, top))
-                self._pending = TokenDelta("", (), prompt_logprobs=self._prompt_logprobs)
+                self.stream.put(TokenDelta("", (), prompt_logprobs=self._prompt_logprobs))
         self._cached, self._stats = output.num_cached_tokens, output.metrics
-        if self.finish is None:
-            self._read(output.outputs[0])
-        if not (output.finished or self.stopped) and self._pending != TokenDelta("", ()):
-            self.stream.put(self._pending)
-            self._pending = TokenDelta("", ())
+        if self.finish is None and (news := self._read(output.outputs[0])) != TokenDelta("", ()):
+            self.stream.put(news)
 
-    def _read(self, output: Any) -> None:
-        """Take tokens up to the end of a stop string, with their text and their log-probabilities."""
+    def _read(self, output: Any) -> TokenDelta:
+        """Return tokens up to the end of a stop string, with their text and their log-probabilities."""
         reason = output.finish_reason
         if reason is not None and reason not in REASONS:
             raise ForwardFailed("request", self.request.request_id, f"vLLM ended it: {reason}")
         drawn = list(output.token_ids)[: self._max_tokens - len(self._tokens)]
         ends = reason == "stop" and len(drawn) == len(output.token_ids)  # with an end-of-sequence token
-        pushed = 0
-        for token in drawn[:-1] if ends else drawn:
-            pushed += 1
-            self._tokens.append(token)
-            self._add(TokenDelta(self._text.push(token), (token,)))
+        text, tokens, logprobs = "", drawn[:-1] if ends else drawn, tuple[TokenLogprob, ...]()
+        for at, token in enumerate(tokens, 1):
+            text += self._text.push(token)
             if self.stopped:
+                drawn = tokens = tokens[:at]
                 break
         if self.request.logprobs is not None:
-            tokens = drawn if ends and not self.stopped else drawn[:pushed]
-            found = ranked_logprobs(tokens, list(output.logprobs)[: len(tokens)], self.request.logprobs)
-            added = tuple(one for one in found if one is not None)
-            self._logprobs += added
-            self._add(TokenDelta("", (), logprobs=added))
+            found = ranked_logprobs(drawn, list(output.logprobs)[: len(drawn)], self.request.logprobs)
+            logprobs = tuple(one for one in found if one is not None)
+        self._tokens += tokens
+        self._logprobs += logprobs
         if ends or self.stopped:
             self.finish = FinishReason.STOP
         elif len(self._tokens) >= self._max_tokens:
             self.finish = FinishReason.LENGTH
         else:
             self.finish = None if reason is None else REASONS[reason]
+        return TokenDelta(text, tuple(tokens), logprobs=logprobs)
 
-    def _add(self, more: TokenDelta) -> None:
-        pending = self._pending
-        self._pending = TokenDelta(
-            pending.text + more.text,
-            pending.tokens + more.tokens,
-            logprobs=pending.logprobs + more.logprobs,
-            prompt_logprobs=pending.prompt_logprobs + more.prompt_logprobs,
-        )
-
-    def end(self, receipt: Mapping[str, Any] | None) -> None:
+    def end(self, receipt: ReceiptData | None) -> None:
         """End the stream with a completion. `receipt` is the plug-in's, if there is one."""
-        done = self.completion(receipt)
-        self.stream.put(replace(self._pending, completion=done))
+        held = self._text.flush()
+        self.stream.put(TokenDelta(held, (), self.completion(receipt)))
 
-    def completion(self, receipt: Mapping[str, Any] | None) -> Completion:
+    def completion(self, receipt: ReceiptData | None) -> Completion:
         """Return the whole of what was taken, with the text that was held back."""
-        self._add(TokenDelta(self._text.flush(), ()))
+        self._text.flush()
         now = time.perf_counter()
         ttft_ms = 1e3 * ((self._first_token or now) - self._arrived)
         parts = {"queue": ttft_ms}
@@ -235,16 +216,12 @@ class StreamedResponse:
             queue = 1e3 * (self._stats.scheduled_ts - self._stats.queued_ts)
             compute = 1e3 * (self._stats.first_token_ts - self._stats.scheduled_ts)
             parts = {"queue": queue, "compute": compute, "other": max(0.0, ttft_ms - queue - compute)}
-        if receipt:
-            whole = plugin_receipt(self.request, receipt, parts)
-        else:
-            whole = fallback_receipt(self.request, self._cached, parts)
         return Completion(
             request_id=self.request.request_id,
             text=self._text.text,
             tokens=tuple(self._tokens),
             finish_reason=self.finish or FinishReason.CANCELLED,
-            receipt=whole,
+            receipt=receipt_of(self.request, receipt, self._cached, parts),
             ttft_ms=ttft_ms,
             total_ms=1e3 * (now - self._arrived),
             logprobs=tuple(self._logprobs),
