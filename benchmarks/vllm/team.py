@@ -30,7 +30,7 @@ from kedge.bench.vllm import (
     VllmLane,
     VllmTrial,
 )
-from kedge.integrations.vllm.plugin.hints import request_hints
+from kedge.integrations.vllm.plugin.hints import ask, expected_prompt, request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.types import GenerateRequest, Tokens
 
@@ -60,11 +60,7 @@ class ToldLane(VllmLane):
 
     async def expect(self, request: GenerateRequest) -> None:
         """Send the plug-in the hint that such a request is expected."""
-        from kedge.integrations.vllm.engine.driver import expected_prompt
-        from kedge.integrations.vllm.plugin.metrics import message
-
-        told = message(f"expected-{request.request_id}", *expected_prompt(request))
-        await self._engine.engine_core.add_request_async(told)
+        await ask(self._engine.engine_core, "tell", [expected_prompt(request)])
 
 
 async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress: Progress) -> Figures:

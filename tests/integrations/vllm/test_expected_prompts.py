@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
 
 from kedge.integrations.vllm.plugin.learner import DraftedPrompts
 from tests.integrations.vllm.conftest import Driver, prompt, receipt
@@ -66,13 +63,7 @@ def looked_up(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def message(engine: Driver, words: list[int], kedge: dict[str, Any]) -> None:
     """Hints without a request, as Kedge's engine sends them."""
-    params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"kedge": kedge}})
-    request = EngineCoreRequest(
-        request_id=f"message-{time.monotonic_ns()}", prompt_token_ids=words, mm_features=None, sampling_params=params,
-        pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
-        abort_immediately=True,
-    )  # fmt: skip
-    engine.core.add_request(*engine.core.preprocess_add_request(request))
+    engine.core.kedge("tell", [(kedge, "", words)])
 
 
 def expect(engine: Driver, number: int, segments: int = WHOLE, **more: Any) -> None:
@@ -83,7 +74,7 @@ def expect(engine: Driver, number: int, segments: int = WHOLE, **more: Any) -> N
             one["length"] = 0
     parts = [PARTS[0], QUESTIONS[number], PARTS[1], FACTS[number], PARTS[2]]
     known = [part for part, one in zip(parts, found["segments"], strict=True) if one["length"]]
-    message(engine, sum(known, []), {**found, "ahead": True})
+    message(engine, sum(known, []), found)
     engine.run()
 
 
@@ -160,7 +151,7 @@ def test_the_end_of_a_run_forgets_it(engine: Driver) -> None:
 def test_hints_that_are_of_no_use_are_harmless(
     engine: Driver, answers: dict[int, list[int]], wrong: dict[str, Any]
 ) -> None:
-    message(engine, tokens(ONE), {**hints(ONE), "ahead": True, **wrong})
+    message(engine, tokens(ONE), {**hints(ONE), **wrong})
     engine.run()
     assert not prepared(engine).is_due
     assert list(ask(engine, ONE).outputs[0].token_ids) == answers[ONE]

@@ -8,22 +8,26 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.testclient import TestClient
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from kedge.errors import EngineClosed
 from kedge.hints import ActionOutcome
 from kedge.hints.actions import ActionResult
-from kedge.integrations.vllm import middleware
 from kedge.integrations.vllm.middleware import PATHS, KedgeMiddleware
-from kedge.integrations.vllm.plugin import metrics
+from kedge.integrations.vllm.plugin import hints
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.metrics import LateAnswers
-from kedge.types import Namespace, ReuseMode, TurnHints
+from kedge.structures.bounded import ENTRIES
+from kedge.types import ReuseMode, TurnHints
 from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex
 
 CHAT = PATHS[0]
@@ -231,33 +235,50 @@ def test_no_body_fails_or_loses_anything(body: Any, headers: dict[str, str]) -> 
 KEY = "secret"
 
 
-class VLLM:
-    """vLLM's application as far as the route needs it: it checks the key, and knows no such route."""
+class Engines:
+    """vLLM's client for so many engines, which answer what `outcomes` says, by engine; None: not at all."""
 
-    def __init__(self, connector: str | None = "KedgeConnector") -> None:
-        transfer = connector and SimpleNamespace(kv_connector=connector)
-        config = SimpleNamespace(kv_transfer_config=transfer)
-        self.state = SimpleNamespace(engine_client=SimpleNamespace(vllm_config=config, engine_core=object()))
-        self.bodies: list[bytes] = []
+    def __init__(self, *outcomes: Any) -> None:
+        self.core_engines, self.outcomes = list(range(len(outcomes))), outcomes
+        self.told: list[Any] = []
+        self.utility_results: dict[int, Any] = {}
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.bodies.append((await receive())["body"])
-        status = 404 if (b"authorization", f"Bearer {KEY}".encode()) in scope["headers"] else 401
-        await send({"type": "http.response.start", "status": status, "headers": [(b"x-by", b"vllm")]})
-        await send({"type": "http.response.body", "body": b"{}"})
-
-
-def asked(vllm: VLLM, body: bytes, key: str = KEY, pieces: int = 1) -> tuple[int, Any]:
-    """The status and the answer to a call."""
-    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-    sent, _ = called(vllm, body, headers, "/v1/hints", pieces, app=vllm)
-    return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent))
+    async def _call_utility_async(self, method: str, what: str, *given: Any, engine: int) -> Any:
+        assert method == "kedge"
+        self.told.append((engine, what, *given))
+        found = self.outcomes[engine]
+        if found is None:
+            await asyncio.Event().wait()
+        if isinstance(found, Exception):
+            raise found
+        return found if what == "report" else [[one.to_dict() for one in found]]
 
 
-def test_vllm_refuses_a_caller_without_its_key_before_the_body_is_read() -> None:
-    vllm = VLLM()
-    assert asked(vllm, b'{"kedge": {"session": "s", "keep_for": 5}}', key="wrong") == (401, {})
-    assert vllm.bodies == [b""]
+def vllm_with(engines: Engines, connector: str | None = "KedgeConnector") -> Starlette:
+    """An application with vLLM's own check of keys, and a client for these engines."""
+    app = Starlette(middleware=[Middleware(KedgeMiddleware), Middleware(AuthenticationMiddleware, tokens=[KEY])])
+    config = SimpleNamespace(kv_transfer_config=connector and SimpleNamespace(kv_connector=connector))
+    model = SimpleNamespace(max_logprobs=0)
+    app.state.engine_client = SimpleNamespace(vllm_config=config, model_config=model, engine_core=engines)
+    return app
+
+
+def asked(app: Starlette, body: bytes, key: str = KEY) -> tuple[int, Any]:
+    """The status and the answer to hints without a prompt."""
+    with TestClient(app) as client:
+        got = client.post("/v1/hints", content=body, headers={"authorization": f"Bearer {key}"})
+    return got.status_code, got.json()
+
+
+def test_vllm_refuses_a_caller_without_its_key() -> None:
+    engines = Engines([])
+    app = vllm_with(engines)
+    assert asked(app, b'{"kedge": {"session": "s", "keep_for": 5}}', key="wrong")[0] == 401
+    with TestClient(app) as client:
+        assert client.get("/v1/guard").status_code == 401 and client.get("/kedge/report").status_code == 200
+        known = client.get("/v1/guard", headers={"authorization": f"Bearer {KEY}"}).json()
+    assert known == {"object": "guard", "mode": None, "agents": []}
+    assert [what for _, what in engines.told] == ["report"]
 
 
 @pytest.mark.parametrize(
@@ -274,76 +295,49 @@ def test_vllm_refuses_a_caller_without_its_key_before_the_body_is_read() -> None
     ],
 )
 def test_a_body_that_cannot_be_read_is_named(body: bytes, param: str) -> None:
-    status, data = asked(VLLM(), body, pieces=3)
+    status, data = asked(vllm_with(Engines([])), body)
     assert (status, data["error"]["param"], data["error"]["type"]) == (400, param, "RequestError")
 
 
 @pytest.mark.parametrize("connector", [None, "OtherConnector"])
 def test_without_the_plugin_nothing_is_promised(connector: str | None) -> None:
-    status, data = asked(VLLM(connector), b"{}")
+    status, data = asked(vllm_with(Engines([]), connector), b"{}")
     assert (status, data["error"]["param"]) == (501, "kv_connector")
 
 
-class Engines:
-    """vLLM's client for so many engines, which answers what is sent with what `outcomes` says, by engine."""
-
-    def __init__(self, *outcomes: Any) -> None:
-        self.core_engines, self.outcomes, self.calls = list(outcomes), outcomes, LateAnswers()
-        self.sent: list[Any] = []
-
-    async def add_request_async(self, request: Any) -> None:
-        self.sent.append(request)
-        found = self.outcomes[request.data_parallel_rank or 0]
-        if found is not None:
-            answer = found if isinstance(found, dict) else [one.to_dict() for one in found]
-            self.calls.answered({request.request_id: answer, "stranger": [{}]})
-
-    def ask(self, hints: Mapping[str, Any]) -> list[ActionOutcome] | None:
-        return asyncio.run(self.calls.advise(self, Namespace.parse("a/b"), hints, timeout=0.05))
-
-
-def test_of_several_engines_the_one_that_knows_the_session_counts() -> None:
+def test_of_several_engines_the_one_that_knows_the_session_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "TIMEOUT", 0.05)
     unknown, known = (
         ActionOutcome("expects", "x", session="s"),
         ActionOutcome("expects", "y", ActionResult.APPLIED, "s"),
     )
     other = ActionOutcome("keep_for", "z", ActionResult.DEFERRED)
-    engines = Engines([unknown, other], [other, known], None)
-    found = engines.ask({"session": "s"})
+    engines = Engines([unknown, other], [other, known], None, RuntimeError("vLLM has logged it"))
+    message = hints.Message({"session": "s"}, "a/b")
+    found = asyncio.run(hints.tell(engines, message))
     assert found is not None and sorted(found) == sorted([known, other])
-    assert [one.data_parallel_rank for one in engines.sent] == [0, 1, 2] and len(engines.calls) == 0
-    for one in engines.sent:
-        assert one.cache_salt == "a/b" and one.abort_immediately
-        assert one.sampling_params.extra_args["kv_transfer_params"]["kedge"] == {"session": "s", "advice": True}
-
-
-def test_an_engine_that_does_not_answer_leaves_nothing_behind() -> None:
-    engines = Engines(None)
-    assert engines.ask({"session": "s"}) is None
-    assert len(engines.calls) == 0 and [one.data_parallel_rank for one in engines.sent] == [None]
-    engines.calls.answered({engines.sent[0].request_id: []})
+    assert engines.told == [(number, "tell", [message]) for number in range(4)]
+    assert asyncio.run(hints.tell(Engines(None), message)) is None
+    with pytest.raises(EngineClosed):
+        asyncio.run(hints.tell(Engines([], EngineDeadError()), message))
 
 
 def test_the_report_of_plain_traffic_is_the_first_engines_and_made_once_a_second(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    vllm, engines = VLLM(), Engines(None, {"mode": "observe"}, {"mode": "other"})
-    monkeypatch.setattr(metrics, "LATE_ANSWERS", engines.calls)
-    monkeypatch.setattr(engines.calls, "report", partial(engines.calls.report, timeout=0.05))
-    vllm.state.engine_client.engine_core = engines
-
-    async def twice() -> list[Any]:
-        app = KedgeMiddleware(vllm)
-        return [await app._reported({"app": vllm}) for _ in range(2)]
-
-    assert asyncio.run(twice()) == [{"mode": "observe"}] * 2 and len(engines.sent) == 3
-    for other in (VLLM(None), VLLM("OtherConnector")):
-        sent, left = called(other, b"{}", {}, "/kedge/report", method="GET", app=other)
-        assert json.loads(sent[1]["body"]) is None and next(left), "no body is read"
-    assert called(vllm, b"{}", {}, "/kedgehog", method="GET")[0][0]["status"] == 401, "other paths are vLLM's"
+    monkeypatch.setattr(hints, "TIMEOUT", 0.05)
+    engines = Engines(None, {"mode": "observe"}, {"mode": "other"})
+    with TestClient(vllm_with(engines)) as client:
+        assert [client.get("/kedge/report").json() for _ in range(2)] == [{"mode": "observe"}] * 2
+    assert len(engines.told) == 3
+    for other in (None, "OtherConnector"):
+        with TestClient(vllm_with(engines, other)) as client:
+            assert client.get("/kedge/report").json() is None
+            assert client.get("/kedgehog").status_code == 404, "other paths are vLLM's"
 
 
-def test_calls_that_wait_for_vllm_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "ENTRIES", 0)
-    status, data = asked(VLLM(), b'{"kedge": {"session": "s", "keep_for": 5}}')
+def test_calls_that_wait_for_vllm_are_bounded() -> None:
+    engines = Engines([])
+    engines.utility_results = dict.fromkeys(range(ENTRIES))
+    status, data = asked(vllm_with(engines), b'{"kedge": {"session": "s", "keep_for": 5}}')
     assert (status, data["error"]["type"]) == (503, "Overloaded")

@@ -10,6 +10,7 @@ is all that the plug-in needs.
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import suppress
 
 from kedge.errors import EngineClosed
@@ -17,8 +18,12 @@ from kedge.errors import EngineClosed
 NAME, MODULE = "KedgeConnector", "kedge.integrations.vllm.plugin.connector"
 FORCED = "kedge_forced"
 """Key of a request's `extra_args` with the token ids of its answer"""
+UTILITY = "kedge"
+"""The method of vLLM's engine core by which its clients reach the plug-in"""
 COMPARABLE = "raw_logprobs"
 """vLLM's `logprobs_mode` in which nothing that changes what is drawn changes what is compared"""
+OLDEST, NEWEST = (0, 31), (0, 33)
+"""The minors of vLLM that Kedge is tested with, both inclusive"""
 
 
 def register() -> None:
@@ -32,6 +37,14 @@ def register() -> None:
     if vllm.handlers and not own.handlers and own.level == logging.NOTSET:
         own.handlers, own.propagate = list(vllm.handlers), False
         own.setLevel(vllm.level)
+
+
+def version_refusal(version: str) -> str | None:
+    """Return the reason why no part of the plug-in runs on a version of vLLM, or None."""
+    found = re.match(r"(\d+)\.(\d+)(?!\.dev)", version)
+    if found and OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+        return None
+    return f"vLLM {version} is not one of 0.{OLDEST[1]} to 0.{NEWEST[1]}, whose insides this Kedge knows"
 
 
 def died() -> EngineClosed:

@@ -32,8 +32,7 @@ from kedge.guard import GuardMode
 from kedge.integrations.vllm.engine.driver import ALIKE, Driver, StreamedResponse, sampling_params
 from kedge.integrations.vllm.engine.engine import keep_guard, warm_up, within_top
 from kedge.integrations.vllm.entry_point import COMPARABLE, NAME
-from kedge.integrations.vllm.plugin.hints import HintedRequest, guard_hints, read_hints, run_hints
-from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
+from kedge.integrations.vllm.plugin.hints import HintedRequest, end_of, guard_hints, read_hints, tell
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, TokenDelta, TurnHints, new_request_id
 
@@ -147,8 +146,7 @@ class ServerGuard:
         """Let the plug-in forget a run as soon as no check needs what it shared."""
 
         def end() -> None:
-            message = LATE_ANSWERS.advise(self._client.engine_core, run.namespace, run_hints(run, final=True))
-            asyncio.run_coroutine_threadsafe(message, self._loop)
+            asyncio.run_coroutine_threadsafe(tell(self._client.engine_core, end_of(run)), self._loop)
 
         self.calls.checks.end_run(run, end)
 

@@ -16,13 +16,12 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
@@ -30,7 +29,8 @@ from kedge.hints import Hints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
 from kedge.integrations.vllm.entry_point import NAME
-from kedge.integrations.vllm.plugin.hints import KNOWN
+from kedge.integrations.vllm.plugin.hints import KNOWN, ask, salt_of, tell
+from kedge.integrations.vllm.plugin.hints import Message as PluginMessage
 from kedge.policies.sessions import refused
 from kedge.structures.bounded import ENTRIES
 from kedge.types import Namespace, RunKey
@@ -57,28 +57,20 @@ class KedgeMiddleware:
         self._report_due = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, with its hints where it has any; take hints without a prompt; show what was found in plain
-        traffic, and what is proved. Start the guard with the server, and end it.
-        """
-        path, is_get, is_post = scope.get("path", ""), scope.get("method") == "GET", scope.get("method") == "POST"
+        """Pass a request on, with its hints where it has any. Start the guard with the server, and end it."""
         if scope["type"] == "lifespan" and "app" in scope:
             await self._run(scope, receive, send)
-        elif is_get and path == REPORT_PATH:
-            answer = JSONResponse(await self._reported(scope), headers={"cache-control": "no-store"})
-            await answer(scope, receive, send)
-        elif is_get and path.endswith(GUARD_PATH):
-            await _answer_own(self._app, scope, send, self._proved)
-        elif is_post and path.endswith(HINTS_PATH):
-            await _answer_own(self._app, scope, send, partial(self._taken, scope, receive))
-        elif is_post and path.endswith(PATHS):
+        elif scope.get("method") == "POST" and scope.get("path", "").endswith(PATHS):
             await _run_with_hints(self._app, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run vLLM's application from its start to its end, with a guard."""
+        """Run vLLM's application from its start to its end, with routes of Kedge's and a guard."""
         from kedge.integrations.vllm.guarded_server import start_guard
 
+        routes = (GUARD_PATH, "GET", self._proved), (HINTS_PATH, "POST", self._taken), (REPORT_PATH, "GET", self._found)
+        scope["app"].router.routes.extend(Route(path, _answer(give), methods=[method]) for path, method, give in routes)
         self._guard = await start_guard(getattr(scope["app"].state, "engine_client", None))
 
         async def end(message: Message) -> None:
@@ -88,41 +80,40 @@ class KedgeMiddleware:
 
         await self._app(scope, receive, end)
 
-    async def _reported(self, scope: Scope) -> Any:
+    async def _found(self, request: Request) -> Any:
         """Return what the plug-in has found in plain traffic, None without one. Whoever asks needs no key, so the
         engine is asked once a second at most.
         """
         if self._report is None or time.monotonic() >= self._report_due:
             self._report_due = time.monotonic() + REPORT_SECONDS
-            self._report = asyncio.ensure_future(_report(getattr(scope["app"].state, "engine_client", None)))
+            self._report = asyncio.ensure_future(_report(getattr(request.app.state, "engine_client", None)))
         return await asyncio.shield(self._report)
 
-    async def _proved(self) -> dict[str, Any]:
+    async def _proved(self, _: Request) -> dict[str, Any]:
         """Return what the guard knows of all agents, `mode` None without a guard."""
         return {"object": "guard", "mode": None, "agents": [], **(self._guard.calls.stats() if self._guard else {})}
 
-    async def _taken(self, scope: Scope, receive: Receive) -> dict[str, Any]:
+    async def _taken(self, request: Request) -> dict[str, Any]:
         """Pass hints without a prompt on to the plug-in, and return the answer. Raises a `KedgeError` where they cannot
         be. The end of a run waits for the checks that need it.
         """
-        body = await _body(Request(scope, receive))
-        hints, _ = read_hints(body, Headers(scope=scope))
+        body = await _body(request)
+        hints, _ = read_hints(body, request.headers)
         given, ended = plugin_hints(hints), list[ActionOutcome]()
         namespace = Namespace.parse(hints.salt or "default")
         if self._guard is not None and ends_run(hints) and not hints.session:
             del given["final"]
             self._guard.end_run(RunKey(namespace, hints.client, hints.run))
             ended.append(run_ended())
-        found = await _sent(scope["app"].state.engine_client, namespace, given)
+        found = await _sent(request.app.state.engine_client, PluginMessage(given, salt_of(namespace)))
         taken = refused(hints.turn, UNREPORTED, ActionResult.DEFERRED) if found is None else found
         return {"object": "hints", "hints": hints.to_dict(), "actions": outcomes(body, hints, [*ended, *taken])}
 
 
 async def _report(client: Any) -> Mapping[str, Any] | None:
-    from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
-
+    """Return the report of the first engine that answers."""
     try:
-        return await LATE_ANSWERS.report(client.engine_core) if _is_plugged(client) else None
+        return next(iter(await ask(client.engine_core, "report")), None) if _is_plugged(client) else None
     except EngineClosed:
         return None
 
@@ -200,28 +191,16 @@ def plugin_hints(hints: Hints) -> dict[str, Any]:
     return {**found, "actions": [one.to_dict() for one in hints.actions]} if hints.actions else found
 
 
-async def _answer_own(app: ASGIApp, scope: Scope, send: Send, answer: Callable[[], Awaitable[dict[str, Any]]]) -> None:
-    """Answer for a path of Kedge's. vLLM has no such route and answers 404 for it, unless it refuses the caller, as
-    for a wrong key: so it is asked first, without the body.
-    """
-    messages: list[Message] = []
+def _answer(give: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[JSONResponse]]:
+    """Return a route that answers with what `give` returns, as JSON."""
 
-    async def nothing() -> Message:
-        return {"type": "http.request", "body": b""}
-
-    async def keep(message: Message) -> None:
-        messages.append(message)
-
-    await app(dict(scope), nothing, keep)
-    if not messages or messages[0].get("status") == HTTPStatus.NOT_FOUND:
+    async def answer(request: Request) -> JSONResponse:
         try:
-            answered = JSONResponse(await answer())
+            return JSONResponse(await give(request), headers={"cache-control": "no-store"})
         except KedgeError as error:
-            answered = _failed(error)
-        await answered(scope, nothing, send)
-        return
-    for message in messages:
-        await send(message)
+            return _failed(error)
+
+    return answer
 
 
 def _failed(error: KedgeError) -> JSONResponse:
@@ -242,7 +221,7 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-async def _sent(client: Any, namespace: Namespace, given: Mapping[str, Any]) -> list[ActionOutcome] | None:
+async def _sent(client: Any, message: PluginMessage) -> list[ActionOutcome] | None:
     """Send hints to the plug-in, and return what becomes of them; None: it has not reported that. Raises a `KedgeError`
     where they cannot be sent.
     """
@@ -250,8 +229,6 @@ async def _sent(client: Any, namespace: Namespace, given: Mapping[str, Any]) -> 
         found = getattr(client.vllm_config.kv_transfer_config, "kv_connector", None)
         raise ConfigError("kv_connector", found, f"must be {NAME} for hints")
 
-    from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
-
-    if len(LATE_ANSWERS) >= ENTRIES:
-        raise Overloaded("hints", len(LATE_ANSWERS), f"at most {ENTRIES} calls wait for vLLM at once")
-    return await LATE_ANSWERS.advise(client.engine_core, namespace, given)
+    if (waiting := len(client.engine_core.utility_results)) >= ENTRIES:
+        raise Overloaded("hints", waiting, f"at most {ENTRIES} calls wait for vLLM at once")
+    return await tell(client.engine_core, message)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from kedge.guard import GuardOrders
-from kedge.integrations.vllm.engine.driver import Forecasts, PluginMessage, sampling_params
-from kedge.integrations.vllm.plugin.hints import read_hints, request_hints, short
+from kedge.integrations.vllm.engine.driver import Forecasts, sampling_params
+from kedge.integrations.vllm.plugin.hints import Message, read_hints, request_hints, short
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.types import (
     AgentId,
@@ -126,7 +126,7 @@ def test_fixed_prompts_are_sent_before_the_steps_of_their_agents_and_when_they_c
     forecasts, one = Forecasts(), {key("a"): (1, 2, 3)}
     fixed, steps = forecasts.messages({key("a"): NextRun(1.0)}, one)
     given = {"run": "r", "client": "c", "agent": "a", "fixed_tokens": 3}
-    assert fixed == PluginMessage(Namespace(TENANT), given, (1, 2, 3))
+    assert fixed == Message(given, "t", (1, 2, 3))
     assert steps.hints["steps"] == {"a": 1.0}
     other_run = key("a")._replace(run_id=RunId("other"))
     assert not list(forecasts.messages({}, one)) and not list(forecasts.messages({}, {other_run: (1, 2, 3)}))

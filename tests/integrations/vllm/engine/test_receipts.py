@@ -14,9 +14,8 @@ from kedge.errors import ForwardFailed
 from kedge.integrations.vllm.engine.driver import (
     NO_RECEIPT,
     StreamedResponse,
-    fallback_receipt,
-    plugin_receipt,
     ranked_logprobs,
+    receipt_of,
 )
 from kedge.integrations.vllm.plugin.requests import receipt_to_dict
 from kedge.reuse.plan import ALL_COMPUTED
@@ -57,20 +56,20 @@ def receipt_data(*spans: Span) -> dict[str, Any]:
 
 def test_a_receipt_has_the_spans_that_the_plug_in_sent() -> None:
     request = GenerateRequest(PROMPT, reuse=ReuseMode.TRANSLATE)
-    receipt = plugin_receipt(request, receipt_data(*SPANS), {"queue": 1.0})
+    receipt = receipt_of(request, receipt_data(*SPANS), None, {"queue": 1.0})
     assert receipt.spans == SPANS and receipt.parts_ms == {"queue": 1.0}
     assert (receipt.request_id, receipt.misses) == (request.request_id, (Miss("p0", "why"),))
     told = GenerateRequest(PROMPT, reuse=ReuseMode.EXACT, prompt_logprobs=0)
     data = {**receipt_data(Span(0, 100, Source.COMPUTED)), "misses": []}
-    assert plugin_receipt(told, data, {}).misses == (ALL_COMPUTED,), "log-probabilities are a reason for computing it"
+    assert receipt_of(told, data, None, {}).misses == (ALL_COMPUTED,), "log-probabilities are a reason for computing it"
 
 
 def test_the_fallback_receipt_has_known_facts_only() -> None:
     exact, translate = (GenerateRequest(PROMPT, reuse=mode) for mode in (ReuseMode.EXACT, ReuseMode.TRANSLATE))
-    assert fallback_receipt(exact, None, {}).spans == ()
-    assert fallback_receipt(exact, 32, {}).spans == (Span(0, 32, Source.DEVICE), Span(32, 100, Source.COMPUTED))
-    assert fallback_receipt(translate, 0, {}).spans == (Span(0, 100, Source.COMPUTED),)
-    unknown = fallback_receipt(translate, 32, {})
+    assert receipt_of(exact, None, None, {}).spans == ()
+    assert receipt_of(exact, None, 32, {}).spans == (Span(0, 32, Source.DEVICE), Span(32, 100, Source.COMPUTED))
+    assert receipt_of(translate, None, 0, {}).spans == (Span(0, 100, Source.COMPUTED),)
+    unknown = receipt_of(translate, None, 32, {})
     assert (unknown.spans, unknown.misses) == ((), (NO_RECEIPT,))
 
 
@@ -138,7 +137,7 @@ def test_tokens_beyond_the_answer_are_dropped(tokenizer: HFTokenizer) -> None:
             tokenizer, request, output(tokens[:2], None, logprobs[:2]), output(tokens[2:], last, logprobs[2:])
         )
         assert (done.tokens, done.finish_reason) == (tokens[:4], FinishReason.LENGTH)
-        assert len(done.logprobs) == 4 and len(deltas) == 2
+        assert len(done.logprobs) == 4 and [len(delta.tokens) for delta in deltas] == [2, 2, 0]
     deltas, done = answered(
         tokenizer, request, output(tokens[:4], None, logprobs[:4]), output(tokens[4:], "length", logprobs[4:])
     )

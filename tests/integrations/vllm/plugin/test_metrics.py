@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kedge.integrations.vllm.plugin import scheduler_side
-from kedge.integrations.vllm.plugin.metrics import ANSWERS, REPORT_SECONDS, KedgeStats
+from kedge.integrations.vllm.plugin.metrics import REPORT_SECONDS, KedgeStats
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
@@ -17,11 +17,10 @@ from kedge.settings import GuardSettings
 
 
 def test_stats_of_several_steps_are_merged() -> None:
-    first = KedgeStats(data={"host_evictions": 1, ANSWERS: {"a": {}}})
-    second = KedgeStats(data={"host_evictions": 2, "blocks_loaded": 5, ANSWERS: {"b": {}}})
+    first = KedgeStats(data={"host_evictions": 1})
+    second = KedgeStats(data={"host_evictions": 2, "blocks_loaded": 5})
     both = first.aggregate(second)
     assert both.reduce() == {"host_evictions": 3, "blocks_loaded": 5}
-    assert both.data[ANSWERS] == {"a": {}, "b": {}}
     assert both.aggregate(KedgeStats(data={})).data["host_evictions"] == 3
     both.reset()
     assert both.is_empty()
@@ -43,7 +42,6 @@ def test_each_count_is_reported_once_and_now_and_then_while_requests_run(monkeyp
     assert taken(a=3) == {"a": 3}, "copies may go on when no request is left"
     side.requests["r"] = object()
     assert taken(a=1) == {} and taken(REPORT_SECONDS, a=1) == {"a": 2}
-    side._answers["m"] = {"mode": "observe"}
-    assert taken(a=1) == {ANSWERS: {"m": {"mode": "observe"}}}, "somebody waits for it"
+    assert taken(a=1) == {}
     del side.requests["r"]
     assert taken() == {"a": 1}, "an idle engine takes no more steps"

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, SchedulingPolicy
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from kedge.integrations.vllm.plugin import scheduler
-from kedge.integrations.vllm.plugin.scheduler import KedgeScheduling
+from kedge.integrations.vllm.plugin.scheduler import StepScheduler
 from tests.integrations.vllm.conftest import BLOCK, Driver, driver, prompt
 
 
@@ -30,7 +31,7 @@ class Call:
     num_output_tokens: int = 0
 
 
-class Vllms:
+class Vllms(Scheduler):
     """Of vLLM's scheduler what queues and admits requests."""
 
     def __init__(self, **parts: Any) -> None:
@@ -75,7 +76,7 @@ class Vllms:
         pass
 
 
-class Sorted(KedgeScheduling, Vllms):
+class Sorted(StepScheduler, Vllms):
     """Room for `capacity` tokens; `cached` and `on_host` are the blocks of both tiers."""
 
     def __init__(self, capacity: int = 0) -> None:

@@ -12,8 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
@@ -27,10 +26,9 @@ from kedge.checks import LAST_SEED
 from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.validation import require_new_id
-from kedge.errors import ForwardFailed, KedgeError, RequestError
+from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
 from kedge.integrations.vllm.entry_point import FORCED, died
-from kedge.integrations.vllm.plugin.hints import AFRESH, NO_PROMPT, request_hints, run_hints, salt_of, short
-from kedge.integrations.vllm.plugin.metrics import ANSWERS, LATE_ANSWERS, message
+from kedge.integrations.vllm.plugin.hints import AFRESH, Message, ask, request_hints, run_hints, salt_of, short
 from kedge.reuse.reasons import with_reasons
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
@@ -54,8 +52,6 @@ from kedge.workflow.forecast import AgentKey, Changes, RunKey
 from kedge.workflow.steps import NextRun
 
 logger = logging.getLogger(__name__)
-RECEIPT_TIMEOUT = 0.5
-"""Seconds to wait for the receipt of a request that was aborted here."""
 ReceiptData = Mapping[str, Any]
 """A receipt as the plug-in sends it"""
 
@@ -99,28 +95,25 @@ REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": Fi
 """vLLM's reasons. It stops at end-of-sequence tokens only, since stop strings are matched here."""
 
 
-def plugin_receipt(request: GenerateRequest, data: Mapping[str, Any], parts_ms: Mapping[str, float]) -> Receipt:
-    """Return the receipt that the plug-in sent for a request as `data`."""
-    misses = tuple(Miss(one["segment"], one["reason"]) for one in data["misses"])
-    spans = tuple(Span(start, stop, Source(source)) for start, stop, source in data["spans"])
-    reasons = with_reasons(request, spans, misses)
-    return Receipt(request.request_id, request.reuse, spans, reasons, parts_ms, data["preassembled"])
+def receipt_of(
+    request: GenerateRequest, sent: ReceiptData | None, cached: int | None, parts_ms: Mapping[str, float]
+) -> Receipt:
+    """Return the receipt that the plug-in has `sent` for a request.
 
-
-def fallback_receipt(request: GenerateRequest, cached: int | None, parts_ms: Mapping[str, float]) -> Receipt:
-    """Return the receipt of an aborted request, for which the plug-in sent none.
-
-    vLLM reports only the number of prompt tokens that it did not compute: `cached`, None where it had not begun.
-    Whether they are exact is known only where nothing could be translated.
+    Without one, vLLM reports the number of prompt tokens that it did not compute: `cached`, None where it had not
+    begun. Whether they are exact is known only where nothing could be translated.
     """
-    mode = request.reuse
-    if cached is None:
-        return Receipt(request.request_id, mode, (), parts_ms=parts_ms)
-    if cached and mode is ReuseMode.TRANSLATE:
-        return Receipt(request.request_id, mode, (), (NO_RECEIPT,), parts_ms)
-    both = Span(0, cached, Source.DEVICE), Span(cached, request.prompt_tokens, Source.COMPUTED)
-    spans = tuple(span for span in both if len(span))
-    return Receipt(request.request_id, mode, spans, with_reasons(request, spans, ()), parts_ms)
+    spans, misses = list[Span](), tuple[Miss, ...]()
+    if sent:
+        spans = [Span(start, stop, Source(source)) for start, stop, source in sent["spans"]]
+        misses = tuple(Miss(one["segment"], one["reason"]) for one in sent["misses"])
+    elif cached and request.reuse is ReuseMode.TRANSLATE:
+        misses = (NO_RECEIPT,)
+    elif cached is not None:
+        both = Span(0, cached, Source.DEVICE), Span(cached, request.prompt_tokens, Source.COMPUTED)
+        spans = [span for span in both if len(span)]
+    reasons, preassembled = with_reasons(request, spans, misses), sent["preassembled"] if sent else 0
+    return Receipt(request.request_id, request.reuse, tuple(spans), reasons, parts_ms, preassembled)
 
 
 def ranked_logprobs(
@@ -158,8 +151,6 @@ class StreamedResponse:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-        self._pending = TokenDelta("", ())
-        """What has not been put into the stream yet"""
         self._cached: int | None = None
         self._stats: Any = None
 
@@ -179,58 +170,45 @@ class StreamedResponse:
             self._first_token, top = time.perf_counter(), self.request.prompt_logprobs
             if top is not None:
                 self._prompt_logprobs = tuple(ranked_logprobs(self.request.tokens, output.prompt_logprobs, top))
-                self._pending = TokenDelta("", (), prompt_logprobs=self._prompt_logprobs)
+                self.stream.put(TokenDelta("", (), prompt_logprobs=self._prompt_logprobs))
         self._cached, self._stats = output.num_cached_tokens, output.metrics
-        if self.finish is None:
-            self._read(output.outputs[0])
-        if not (output.finished or self.stopped) and self._pending != TokenDelta("", ()):
-            self.stream.put(self._pending)
-            self._pending = TokenDelta("", ())
+        if self.finish is None and (news := self._read(output.outputs[0])) != TokenDelta("", ()):
+            self.stream.put(news)
 
-    def _read(self, output: Any) -> None:
-        """Take tokens up to the end of a stop string, with their text and their log-probabilities."""
+    def _read(self, output: Any) -> TokenDelta:
+        """Return tokens up to the end of a stop string, with their text and their log-probabilities."""
         reason = output.finish_reason
         if reason is not None and reason not in REASONS:
             raise ForwardFailed("request", self.request.request_id, f"vLLM ended it: {reason}")
         drawn = list(output.token_ids)[: self._max_tokens - len(self._tokens)]
         ends = reason == "stop" and len(drawn) == len(output.token_ids)  # with an end-of-sequence token
-        pushed = 0
-        for token in drawn[:-1] if ends else drawn:
-            pushed += 1
-            self._tokens.append(token)
-            self._add(TokenDelta(self._text.push(token), (token,)))
+        text, tokens, logprobs = "", drawn[:-1] if ends else drawn, tuple[TokenLogprob, ...]()
+        for at, token in enumerate(tokens, 1):
+            text += self._text.push(token)
             if self.stopped:
+                drawn = tokens = tokens[:at]
                 break
         if self.request.logprobs is not None:
-            tokens = drawn if ends and not self.stopped else drawn[:pushed]
-            found = ranked_logprobs(tokens, list(output.logprobs)[: len(tokens)], self.request.logprobs)
-            added = tuple(one for one in found if one is not None)
-            self._logprobs += added
-            self._add(TokenDelta("", (), logprobs=added))
+            found = ranked_logprobs(drawn, list(output.logprobs)[: len(drawn)], self.request.logprobs)
+            logprobs = tuple(one for one in found if one is not None)
+        self._tokens += tokens
+        self._logprobs += logprobs
         if ends or self.stopped:
             self.finish = FinishReason.STOP
         elif len(self._tokens) >= self._max_tokens:
             self.finish = FinishReason.LENGTH
         else:
             self.finish = None if reason is None else REASONS[reason]
+        return TokenDelta(text, tuple(tokens), logprobs=logprobs)
 
-    def _add(self, more: TokenDelta) -> None:
-        pending = self._pending
-        self._pending = TokenDelta(
-            pending.text + more.text,
-            pending.tokens + more.tokens,
-            logprobs=pending.logprobs + more.logprobs,
-            prompt_logprobs=pending.prompt_logprobs + more.prompt_logprobs,
-        )
-
-    def end(self, receipt: Mapping[str, Any] | None) -> None:
+    def end(self, receipt: ReceiptData | None) -> None:
         """End the stream with a completion. `receipt` is the plug-in's, if there is one."""
-        done = self.completion(receipt)
-        self.stream.put(replace(self._pending, completion=done))
+        held = self._text.flush()
+        self.stream.put(TokenDelta(held, (), self.completion(receipt)))
 
-    def completion(self, receipt: Mapping[str, Any] | None) -> Completion:
+    def completion(self, receipt: ReceiptData | None) -> Completion:
         """Return the whole of what was taken, with the text that was held back."""
-        self._add(TokenDelta(self._text.flush(), ()))
+        self._text.flush()
         now = time.perf_counter()
         ttft_ms = 1e3 * ((self._first_token or now) - self._arrived)
         parts = {"queue": ttft_ms}
@@ -238,16 +216,12 @@ class StreamedResponse:
             queue = 1e3 * (self._stats.scheduled_ts - self._stats.queued_ts)
             compute = 1e3 * (self._stats.first_token_ts - self._stats.scheduled_ts)
             parts = {"queue": queue, "compute": compute, "other": max(0.0, ttft_ms - queue - compute)}
-        if receipt:
-            whole = plugin_receipt(self.request, receipt, parts)
-        else:
-            whole = fallback_receipt(self.request, self._cached, parts)
         return Completion(
             request_id=self.request.request_id,
             text=self._text.text,
             tokens=tuple(self._tokens),
             finish_reason=self.finish or FinishReason.CANCELLED,
-            receipt=whole,
+            receipt=receipt_of(self.request, receipt, self._cached, parts),
             ttft_ms=ttft_ms,
             total_ms=1e3 * (now - self._arrived),
             logprobs=tuple(self._logprobs),
@@ -256,19 +230,6 @@ class StreamedResponse:
 
 
 # messages, and all requests at once -----------------------------------------------------------------------------------
-
-
-class PluginMessage(NamedTuple):
-    """Hints for the plug-in without a prompt to run. For vLLM it is a request that is aborted at once."""
-
-    namespace: Namespace
-    hints: dict[str, Any]
-    tokens: Tokens = NO_PROMPT
-
-
-def expected_prompt(request: GenerateRequest) -> PluginMessage:
-    """Return the message that such a request is expected; values that are not known yet have no tokens."""
-    return PluginMessage(request.namespace, {**request_hints(request), "ahead": True}, request.tokens)
 
 
 class Forecasts:
@@ -280,7 +241,7 @@ class Forecasts:
         """The fixed prompts that the plug-in has: a team's runs begin with the same ones"""
         self._seq = itertools.count()
 
-    def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[PluginMessage]:
+    def messages(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> Iterator[Message]:
         """Yield fixed prompts that the plug-in does not know from earlier runs, then forecasts: it adopts a prompt with
         the forecast that names its agent.
         """
@@ -289,7 +250,7 @@ class Forecasts:
                 continue
             self._sent[agent] = tokens
             fixed = run_hints(key.run, agent=short(key.agent), fixed_tokens=len(tokens))
-            yield PluginMessage(key.namespace, fixed, tokens)
+            yield Message(fixed, salt_of(key.namespace), tokens)
         by_run: dict[RunKey, dict[AgentId, NextRun | None]] = {}
         for key, next_run in changes.items():
             by_run.setdefault(key.run, {})[key.agent] = next_run
@@ -299,7 +260,7 @@ class Forecasts:
             if known:
                 self._runs[run] = known
             steps = {short(agent): one.steps if math.isfinite(one.steps) else None for agent, one in known.items()}
-            yield PluginMessage(run.namespace, run_hints(run, seq=next(self._seq), steps=steps))
+            yield Message(run_hints(run, seq=next(self._seq), steps=steps), salt_of(run.namespace))
 
 
 def tokens_prompt(request: GenerateRequest) -> TokensInput:
@@ -323,7 +284,7 @@ class Driver:
         (`prefix_queries`) and found (`prefix_hits`)"""
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
-        self._in_order, self._numbers, self._forecasts = asyncio.Lock(), itertools.count(), Forecasts()
+        self._forecasts = Forecasts()
         self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict()
         """Whether an agent's last prompt was translated"""
 
@@ -375,17 +336,14 @@ class Driver:
     async def _serve(self, response: StreamedResponse, generating: asyncio.Task[ReceiptData | None]) -> None:
         """Wait for the end of a request, and end its stream."""
         request_id = response.request.request_id
-        later = LATE_ANSWERS.expect(request_id)
         await asyncio.wait([generating])
         error = None if generating.cancelled() else generating.exception()
         receipt = None if error or generating.cancelled() else generating.result()
-        if error is None and receipt is None and self._plugged and response.has_begun and not self.is_dead:
-            # an aborted request's comes with vLLM's statistics, not with an output
-            done, _ = await asyncio.wait([later], timeout=RECEIPT_TIMEOUT)
-            receipt = later.result() if done else None
+        if error is None and receipt is None and self._plugged and response.has_begun:  # it was aborted here
+            with suppress(EngineClosed):
+                receipt = next(iter(await ask(self.llm.engine_core, "receipt", request_id)), None)
         if receipt:
             self._translated[response.request.workflow_agent] = bool(receipt["tokens"]["translated"])
-        LATE_ANSWERS.forget(request_id)
         del self._generating[request_id]
         try:
             if error is not None:
@@ -402,25 +360,13 @@ class Driver:
 
     async def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
         """Pass on a forecast and fixed prompts."""
-        await self._send(self._forecasts.messages(changes, prompts))
+        await self.send(*self._forecasts.messages(changes, prompts))
 
-    async def expect(self, request: GenerateRequest) -> None:
-        """Pass on that such a request is expected."""
-        await self._send([expected_prompt(request)])
-
-    async def end_run(self, run: RunKey) -> None:
-        """Pass on that a run is over."""
-        await self._send([PluginMessage(run.namespace, run_hints(run, final=True))])
-
-    async def _send(self, messages: Iterable[PluginMessage]) -> None:
-        """Send messages to the plug-in in this order, behind those of earlier calls, unless vLLM has died: as
-        `AsyncLLM.notify_kv_transfer_request_rejected` does, with a prompt and the tenant's salt.
-        """
-        async with self._in_order:
-            with suppress(EngineDeadError):
-                for one in messages:
-                    sent = message(f"kedge-message-{next(self._numbers)}", *one)
-                    await self.llm.engine_core.add_request_async(sent)
+    async def send(self, *messages: Message) -> None:
+        """Send messages to the plug-in in this order, behind those of earlier calls, unless vLLM has died."""
+        if messages:
+            with suppress(EngineClosed):
+                await ask(self.llm.engine_core, "tell", messages)
 
     # the end --------------------------------------------------------------------------------------------------------
 
@@ -433,7 +379,7 @@ class Driver:
 
 
 class _StatsListener(StatLoggerBase):
-    """A logger of vLLM's statistics, which carry the plug-in's counters and messages."""
+    """A logger of vLLM's statistics, which carry the plug-in's counters."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -447,10 +393,9 @@ class _StatsListener(StatLoggerBase):
     ) -> None:
         if scheduler_stats is None:
             return
-        plugin_stats, found = dict(scheduler_stats.kv_connector_stats or {}), scheduler_stats.prefix_cache_stats
-        LATE_ANSWERS.answered(plugin_stats.pop(ANSWERS, {}))
+        plugin_stats, found = scheduler_stats.kv_connector_stats, scheduler_stats.prefix_cache_stats
         self._driver.stats = scheduler_stats
-        self._driver.counts.update(plugin_stats, prefix_queries=found.queries, prefix_hits=found.hits)
+        self._driver.counts.update(plugin_stats or {}, prefix_queries=found.queries, prefix_hits=found.hits)
 
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM has a log of its own."""

@@ -43,7 +43,7 @@ from kedge.integrations.vllm.engine.options import (
     vllm_arguments,
 )
 from kedge.integrations.vllm.entry_point import died
-from kedge.integrations.vllm.plugin.hints import turn_hints
+from kedge.integrations.vllm.plugin.hints import Message, ask, end_of, expected_prompt, salt_of, tell, turn_hints
 from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.reuse.guard.comparison import TOP
 from kedge.settings import AnchorSettings, EngineSettings
@@ -187,7 +187,7 @@ class VLLMEngine(Engine):
         with suppress(RequestError):
             self._validate(request)
             expected = self._guard.ordered(request)
-            self._send(lambda: self._driver.expect(expected))
+            self._send(lambda: self._driver.send(expected_prompt(expected)))
 
     def _validate(self, request: GenerateRequest) -> None:
         require_sensible(request, self._vocab_size, self._max_model_len - 1)
@@ -209,7 +209,7 @@ class VLLMEngine(Engine):
 
     def end_run(self, run: RunKey) -> None:
         """Forget what the run shared between its agents."""
-        self._guard.checks.end_run(run, partial(self._send, lambda: self._driver.end_run(run)))
+        self._guard.checks.end_run(run, partial(self._send, lambda: self._driver.send(end_of(run))))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
@@ -224,12 +224,8 @@ class VLLMEngine(Engine):
         require_advice(namespace, hints)
         if not self._plugged:
             return refused(hints, NO_SESSIONS)
-        from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
-
-        core = self._driver.llm.engine_core
-        outcomes: list[ActionOutcome] | None = self._call(
-            partial(LATE_ANSWERS.advise, core, namespace, turn_hints(hints))
-        )
+        message = Message(turn_hints(hints), salt_of(namespace))
+        outcomes: list[ActionOutcome] | None = self._call(partial(tell, self._driver.llm.engine_core, message))
         return refused(hints, UNREPORTED, ActionResult.DEFERRED) if outcomes is None else tuple(outcomes)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
@@ -244,10 +240,8 @@ class VLLMEngine(Engine):
 
     def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
         """Return the plug-in's report of plain requests if all of it is the given tenants'."""
-        from kedge.integrations.vllm.plugin.metrics import LATE_ANSWERS
-
-        core = self._driver.llm.engine_core
-        report = self._call(partial(LATE_ANSWERS.report, core)) if self._plugged else None
+        reports = self._call(partial(ask, self._driver.llm.engine_core, "report")) if self._plugged else []
+        report: Mapping[str, Any] | None = next(iter(reports), None)
         return report if report and all(owns(Namespace.parse(one)) for one in report["namespaces"]) else None
 
     def close(self) -> None:

@@ -26,10 +26,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request
 
 from kedge.engine.common.state.snapshot import EngineState
 from kedge.errors import ConfigError, LayoutUnknown, TranslationRefused
+from kedge.integrations.vllm.entry_point import UTILITY
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_layouts
 from kedge.integrations.vllm.plugin.feature_checks import (
     backends_refusal,
@@ -59,7 +63,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -269,6 +272,26 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         return orders
+
+
+def answer(core: EngineCore, what: str, *given: Any) -> Any:
+    """Answer a call of vLLM's client to the plug-in in its engine core, between two steps (`hints.ask`): `tell` it
+    messages, or ask for its `report` of plain traffic or for the `receipt` of a request that was aborted.
+    """
+    connectors = (core.scheduler.connector, *getattr(core.scheduler.connector, "_connectors", ()))
+    side = next(one for one in connectors if isinstance(one, KedgeConnector))._scheduler
+    if what != "tell":
+        return getattr(side, what)(*given)
+    answers = []
+    for hints, salt, tokens in given[0]:
+        hasher = None if "segments" in hints else core.request_block_hasher  # that of a fixed prompt
+        message = Request("", list(tokens), SamplingParams(), None, cache_salt=salt or None, block_hasher=hasher)
+        message.abort_immediately = True
+        answers.append(side.told(message, hints))
+    return answers
+
+
+setattr(EngineCore, UTILITY, answer)
 
 
 def within_free_memory(anchors: AnchorSettings, device: torch.device) -> AnchorSettings:

@@ -1,32 +1,27 @@
 """Checks which parts of the plug-in fit the installed vLLM and the model that it serves.
 
-Where one of vLLM's internals differs from what is expected, the part that needs it is switched off, with a line in the
-log. Translation goes along with drafts that keep no KV, since the model checks every token of a draft, and with a head
-whose layers follow the model's, over the same blocks: these are read, learned and translated as the model's own, and
-what is off about them makes drafts worse, and not answers.
+What does not fit is switched off, with a line in the log; all of it with a vLLM that Kedge is not tested with.
+Translation goes along with drafts that keep no KV, since the model checks every token of a draft, and with a head whose
+layers follow the model's, over the same blocks: these are read, learned and translated as the model's own, and what is
+off about them makes drafts worse, and not answers.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 
 from kedge.errors import LayoutUnknown
+from kedge.integrations.vllm.entry_point import version_refusal
 from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, groups_of, hash_size_of
-from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.pages import WINDOWED, layers_refusal
-from kedge.integrations.vllm.plugin.scheduler import KedgeScheduling, scheduler_refusal
+from kedge.integrations.vllm.plugin.scheduler import StepScheduler
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.spec import mixed_layers, ropes, translation_refusal
 
@@ -37,35 +32,7 @@ LAYERS_BEHIND = ("eagle", "eagle3", "mtp")
 logger = logging.getLogger(__name__)
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Formats of KV in which a number is by itself; others scale it by its neighbours"""
-OLDEST, NEWEST = (0, 31), (0, 33)
-"""The minors that Kedge is tested with, both inclusive"""
 NOT_CONFIGURED = "no host memory is configured"
-
-
-def minor_of(version: str) -> tuple[int, int]:
-    """Return (0, 32) for "0.32.1+cpu". A version that cannot be read, as of a build from source, is newer than all."""
-    found = re.match(r"(\d+)\.(\d+)(?!\.dev)", version)
-    return (int(found[1]), int(found[2])) if found else (1 << 30, 0)
-
-
-def version_refusal(version: str) -> str | None:
-    """Return the reason why no part of the plug-in runs on a version of vLLM, or None."""
-    if minor_of(version) >= OLDEST:
-        return None
-    return f"vLLM {version} is too old; must be 0.{OLDEST[1]} or newer"
-
-
-def untested(version: str) -> str | None:
-    """Return a line for the log about a version that Kedge has not been tested with, or None."""
-    if minor_of(version) <= NEWEST:
-        return None
-    return f"vLLM {version} is newer than 0.{NEWEST[1]}, the last one tested; what is on was found by its checks"
-
-
-def parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's parameters."""
-    code = function.__code__
-    return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def speculation_refusal(config: VllmConfig) -> str | None:
@@ -97,9 +64,7 @@ class Features:
     """Translation of prompts, with lanes for what is computed in the middle of them"""
 
     def log(self) -> None:
-        """Log one line for each part that is off, and one about a vLLM that is newer than all tested ones."""
-        if line := untested(vllm.__version__):
-            logger.warning("kedge: %s", line)
+        """Log one line for each part that is off."""
         for name in ("eviction", "host", "translation"):
             if reason := getattr(self, name):
                 level = logging.INFO if reason == NOT_CONFIGURED else logging.WARNING
@@ -108,18 +73,10 @@ class Features:
 
 def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int) -> Features:
     """Return which parts can be on. Scheduler and workers find the same."""
-    too_old = version_refusal(vllm.__version__)
-    eviction = too_old or _queue_refusal() or _pool_refusal()
-    if not config.cache_config.enable_prefix_caching:
-        eviction = eviction or "prefix caching is off"
+    unknown = version_refusal(vllm.__version__)
+    eviction = unknown or (None if config.cache_config.enable_prefix_caching else "prefix caching is off")
     host = (eviction or _host_refusal(config, kv_cache)) if host_blocks else NOT_CONFIGURED
-    translation = (
-        too_old
-        or _groups_refusal(config, kv_cache)
-        or _manager_refusal()
-        or _model_refusal(config)
-        or lanes_refusal(config)
-    )
+    translation = unknown or _groups_refusal(config, kv_cache) or _model_refusal(config) or lanes_refusal(config)
     return Features(eviction, host, translation)
 
 
@@ -149,35 +106,6 @@ def _host_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
         groups_of(config, kv_cache)
     except LayoutUnknown as refusal:
         return f"KV cache group {refusal.value}: {refusal.why}"
-    return None
-
-
-def _queue_refusal() -> str | None:
-    names = [name for name, value in vars(FreeKVCacheBlockQueue).items() if callable(value) and name[0] != "_"]
-    for name in names:
-        ours = getattr(StepFreeQueue, name, None)
-        if ours is None or parameters(ours) != parameters(getattr(FreeKVCacheBlockQueue, name)):
-            return f"vLLM's free queue has a `{name}` that Kedge's does not match"
-    return None
-
-
-def _pool_refusal() -> str | None:
-    """Refuse a pool whose insides are not those that `block_pools.py` reads and writes."""
-    pool = BlockPool(1, True, 1)
-    missing = [] if hasattr(pool, "_insert_block_hash") else ["_insert_block_hash"]
-    if not isinstance(getattr(pool.cached_block_hash_to_block, "_cache", None), dict):
-        missing.append("_cache")
-    return f"vLLM's block pool has no {', '.join(missing)}" if missing else None
-
-
-def _manager_refusal() -> str | None:
-    """Refuse where nothing keeps translated blocks out of the prefix cache."""
-    found = parameters(KVCacheCoordinator.cache_blocks)
-    if found != ["self", "request", "num_computed_tokens"]:
-        return f"cache_blocks takes {found}"
-    found = parameters(KVCacheManager.get_block_ids)
-    if found != ["self", "request_id"]:
-        return f"get_block_ids takes {found}"
     return None
 
 
@@ -211,12 +139,12 @@ def lanes_refusal(config: VllmConfig) -> str | None:
         return f"--scheduler-cls is not {SCHEDULER}"
     if config.parallel_config.use_ubatching:
         return "microbatching: a part of a pass does not see what another part writes"
-    return scheduler_refusal()
+    return None
 
 
 def _has_own_scheduler(config: VllmConfig) -> bool:
     chosen: Any = config.scheduler_config.get_scheduler_cls()
-    is_own = isinstance(chosen, type) and issubclass(chosen, KedgeScheduling)
+    is_own = isinstance(chosen, type) and issubclass(chosen, StepScheduler)
     return is_own or f"{chosen.__module__}.{chosen.__qualname__}" == SCHEDULER
 
 

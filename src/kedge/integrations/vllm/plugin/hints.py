@@ -1,4 +1,5 @@
-"""Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process.
+"""Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process, and what is said to the plug-in between
+requests.
 
 A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
 are those of the HTTP server (`docs/server.md`); `segments` and `produces` are for callers who assemble
@@ -7,17 +8,19 @@ prompts, `withheld`, `epoch` and `rung` for those with a quality guard.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kedge.guard import GuardMode, GuardOrders
-from kedge.hints.actions import ActionOutcome
+from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.call_hints import KEDGE
 from kedge.hints.values import MAX_EXPECTED, MAX_HINT_AGENTS, MAX_NAME_LENGTH, read_text, read_whole, without_infinity
+from kedge.integrations.vllm.entry_point import UTILITY, died
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.settings.sections import read_fidelity, shown_fidelity
 from kedge.types import (
@@ -39,8 +42,10 @@ from kedge.workflow.steps import NextRun
 
 AFRESH = "\0"
 """In a salt, before what keeps a request from what vLLM's prefix cache has of its prompt"""
-NO_PROMPT: Tokens = (0,)
-"""The prompt of a message without one: vLLM accepts no empty prompt."""
+TIMEOUT = 5.0
+"""Seconds to wait for the plug-in's answer: as long as a step may take"""
+BEST_FIRST = list(ActionResult)
+"""Of what several data-parallel engines answer, the best counts: a session is in one of them"""
 OF_A_TURN = ("session", "parent", "returns_in", "keep_for", "expects")
 OF_A_GUARD = ("fidelity", "withheld", "epoch", "rung", "held_out", "pick")
 """Hints that are fields of `TurnHints` and of `GuardOrders`"""
@@ -54,12 +59,6 @@ class HintedRequest:
     steps: Mapping[AgentId, NextRun] | None = None
     """The forecast of its run"""
     seq: int | None = None
-    is_ahead: bool = False
-    """Whether it is a prompt that is expected, as far as it is known, and not to be run"""
-    is_advice: bool = False
-    """Whether it is a message with what a client says between requests"""
-    asks_for_report: bool = False
-    """Whether it is a message that asks what was found in plain traffic"""
     ignored: int = 0
     """Number of hints that were ignored"""
     actions: tuple[Mapping[str, str], ...] = ()
@@ -95,9 +94,8 @@ def read_hints(
     if "steps" in given and not given.get("run"):  # those of several callers would count as one run's
         del given["steps"]
         ignored += 1
-    get, is_ahead = given.get, given.get("ahead", False)
-    # one that is run is plain if its client says nothing of its prompt and of reuse
-    is_plain = not is_ahead and not given.keys() & {"reuse", "segments"}
+    get = given.get
+    is_plain = not given.keys() & {"reuse", "segments"}  # its client says nothing of its prompt and of reuse
     request = GenerateRequest(
         get("segments") or _unnamed(tokens),
         reuse=get("reuse") or reuse,
@@ -118,9 +116,6 @@ def read_hints(
         request,
         steps=None if steps is None else {agent: NextRun(left) for agent, left in steps.items()},
         seq=get("seq"),
-        is_ahead=is_ahead,
-        is_advice=get("advice", False),
-        asks_for_report=get("report", False),
         actions=get("actions", ()),
         ignored=ignored,
     )
@@ -236,7 +231,7 @@ def _tokens(value: Any) -> Tokens:
 KNOWN: Mapping[str, Callable[[Any], Any]] = {
     **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},
     **{"reuse": ReuseMode, "guard": GuardMode, "fidelity": read_fidelity},
-    **{"produces": _sample, "ahead": _flag, "advice": _flag, "report": _flag, "plain": _flag, "actions": _actions},
+    **{"produces": _sample, "plain": _flag, "actions": _actions},
     **{"withheld": _names, "epoch": read_whole, "rung": _rung, "held_out": _flag},
 }
 """Hints by name, but for `segments`, with the parsers of their values: those of the server, and the plug-in's own"""
@@ -317,6 +312,58 @@ def guard_hints(orders: GuardOrders) -> dict[str, Any]:
 def run_hints(run: RunKey, **more: Any) -> dict[str, Any]:
     """Return hints about a run."""
     return _given({"run": short(run.run_id), "client": short(run.client_id)}) | more
+
+
+class Message(NamedTuple):
+    """Hints without a request."""
+
+    hints: Mapping[str, Any]
+    salt: str
+    tokens: Tokens = ()
+    """A prompt that is expected, as far as it is known, or that is fixed"""
+
+
+def expected_prompt(request: GenerateRequest) -> Message:
+    """Return the message that such a request is expected; values that are not known yet have no tokens."""
+    return Message(request_hints(request), salt_of(request.namespace), request.tokens)
+
+
+def end_of(run: RunKey) -> Message:
+    """Return the message that a run is over."""
+    return Message(run_hints(run, final=True), salt_of(run.namespace))
+
+
+async def ask(engine_core: Any, what: str, *given: Any) -> list[Any]:
+    """Call the plug-in in every engine of vLLM's client (`connector.answer`). Returns the answers of those that answer
+    in time. Raises `EngineClosed` where vLLM's engine has died.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    call = partial(engine_core._call_utility_async, UTILITY, what, *given)
+    calls = [asyncio.ensure_future(call(engine=one)) for one in engine_core.core_engines]
+    done, late = await asyncio.wait(calls, timeout=TIMEOUT)
+    for one in late:
+        one.cancel()
+    if any(isinstance(one.exception(), EngineDeadError) for one in done):
+        raise died()
+    return [one.result() for one in calls if one in done and one.exception() is None]
+
+
+async def tell(engine_core: Any, message: Message) -> list[ActionOutcome] | None:
+    """Send a message to every engine of vLLM's client, and return what becomes of its hints; None: that was not
+    reported. Raises as `ask` does.
+    """
+    found = await ask(engine_core, "tell", [message])
+    return _best(map(ActionOutcome.from_dict, outcomes) for (outcomes,) in found) if found else None
+
+
+def _best(answers: Iterable[Iterable[ActionOutcome]]) -> list[ActionOutcome]:
+    best: dict[tuple[str, str], ActionOutcome] = {}
+    for one in (one for outcomes in answers for one in outcomes):
+        known = best.setdefault((one.action_id, one.session), one)
+        if BEST_FIRST.index(one.outcome) < BEST_FIRST.index(known.outcome):
+            best[one.action_id, one.session] = one
+    return list(best.values())
 
 
 def _given(hints: dict[str, Any]) -> dict[str, Any]:

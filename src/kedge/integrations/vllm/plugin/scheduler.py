@@ -9,27 +9,26 @@ that of arrival, and what is cached first while the live contexts do not fit the
 
 from __future__ import annotations
 
-import dis
 import itertools
 import logging
 import math
 import secrets
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import SchedulerConfig, VllmConfig
+import vllm
+from vllm.config import VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.metrics.stats import PrefixCacheStats
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.entry_point import NAME
+from kedge.integrations.vllm.entry_point import NAME, version_refusal
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import LaneGrants
 from kedge.policies.service import LiveContexts, ServiceOrder, StepTimes, may_start, missing_share
@@ -57,28 +56,10 @@ def priority_of(request: Request) -> int:
     return sys.maxsize if math.isinf(next_run.steps) else int(next_run.steps)  # the last one if it never runs
 
 
-class KedgeScheduling:
-    """A mixin of vLLM's scheduler, some of whose attributes it names: lanes, and the order of waiting requests."""
+class StepScheduler(Scheduler):
+    """vLLM's scheduler with lanes and with Kedge's order of waiting requests."""
 
-    block_size: int
-    connector: Any
-    connector_prefix_cache_stats: PrefixCacheStats | None
-    current_step: int
-    defer_block_free: bool
-    deferred_waiting: Collection[Request]
-    finished_req_ids: set[str]
-    kv_cache_manager: Any
-    max_num_active_reqs: int
     max_num_scheduled_tokens: int
-    num_waiting_for_streaming_input: int
-    pause_state: PauseState
-    policy: SchedulingPolicy
-    requests: dict[str, Request]
-    running: list[Request]
-    scheduler_config: SchedulerConfig
-    sched_step_seq: int
-    use_v2_model_runner: bool
-    waiting: Any
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
@@ -143,7 +124,7 @@ class KedgeScheduling:
     def add_request(self, request: Request) -> None:
         if self.policy is SchedulingPolicy.PRIORITY:
             request.priority = priority_of(request)  # reads hints, which takes longer than anything else here
-        super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)
         is_queued = self.requests.get(request.request_id) is request
         if is_queued and self.policy is SchedulingPolicy.FCFS:
             session = self._plugin.requests[request.request_id].session
@@ -154,7 +135,7 @@ class KedgeScheduling:
         self._contexts.ended(request.request_id, request.num_tokens)
         self._leave(request)
         self._times.answered(request.num_output_tokens)
-        return super()._free_request(request, *args, **more)  # type: ignore[misc]
+        return super()._free_request(request, *args, **more)
 
     def _leave(self, request: Request) -> None:
         if request in self._order:
@@ -178,9 +159,9 @@ class KedgeScheduling:
         before, held_back = {name: getattr(self, name) for name in LOWERED}, self._sort()
         try:
             self._prepare(self._lanes)
-            output: SchedulerOutput = super().schedule(*args, **more)  # type: ignore[misc]
+            output: SchedulerOutput = super().schedule(*args, **more)
         finally:
-            vars(self).update(before)
+            self.__dict__.update(before)
             for one in held_back:
                 self.waiting.add_request(one)
         for new in output.scheduled_new_reqs:
@@ -271,12 +252,8 @@ class KedgeScheduling:
                 by_source[source] -= tokens
 
 
-class StepScheduler(KedgeScheduling, Scheduler):
-    """vLLM's scheduler with lanes and with Kedge's order of waiting requests."""
-
-
-class AsyncStepScheduler(KedgeScheduling, AsyncScheduler):
-    """vLLM's scheduler that runs ahead of the device, with lanes and with Kedge's order of waiting requests."""
+class AsyncStepScheduler(StepScheduler, AsyncScheduler):
+    """The same, ahead of the device."""
 
 
 def lane_data(
@@ -296,28 +273,14 @@ def lane_data(
     )
 
 
-def scheduler_refusal() -> str | None:
-    """Return the reason why Kedge's scheduler does not fit the installed vLLM, or None."""
-    stored = {step.argval for step in dis.get_instructions(Scheduler.__init__) if step.opname == "STORE_ATTR"}
-    used = (*KedgeScheduling.__annotations__, "schedule", "add_request", "_free_request")
-    if missing := sorted(name for name in used if name not in stored and not hasattr(Scheduler, name)):
-        return f"vLLM's Scheduler has no {', '.join(missing)}"
-    if unread := [name for name in LOWERED if name not in Scheduler.schedule.__code__.co_names]:
-        return f"vLLM's Scheduler.schedule does not read {', '.join(unread)}"
-    try:
-        lane_data("", [], [], range(0), [])
-    except TypeError as error:
-        return f"vLLM's NewRequestData differs: {error}"
-    return None
-
-
 def make_scheduler(vllm_config: VllmConfig, **parts: Any) -> Scheduler:
     """Return the scheduler that fits the configuration: vLLM's own without Kedge's connector, or with another one
     beside it. vLLM calls this as if it were a class.
     """
     is_async, transfer = vllm_config.scheduler_config.async_scheduling, vllm_config.kv_transfer_config
     is_alone = transfer is not None and transfer.kv_connector == NAME
-    if refusal := scheduler_refusal() if is_alone else f"--kv-transfer-config does not name {NAME} alone":
+    refusal = version_refusal(vllm.__version__) if is_alone else f"--kv-transfer-config does not name {NAME} alone"
+    if refusal:
         logger.warning("kedge: --scheduler-cls is vLLM's own: %s", refusal)
         return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **parts)
     chosen = AsyncStepScheduler if is_async else StepScheduler

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,12 +35,13 @@ from kedge.integrations.vllm.plugin.hints import (
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.lanes import answer_of
-from kedge.integrations.vllm.plugin.metrics import ANSWERS, REPORT_SECONDS, KedgeStats
+from kedge.integrations.vllm.plugin.metrics import REPORT_SECONDS, KedgeStats
 from kedge.integrations.vllm.plugin.owners import UNANSWERED, AgentPrompts, SessionHistories
 from kedge.integrations.vllm.plugin.requests import LiveRequest, Orders, Reports, receipt_to_dict
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Answer, Translations
 from kedge.policies.eviction import policy_of
+from kedge.reuse.costs import MAX_PENDING
 from kedge.structures.bounded import BoundedDict
 from kedge.types import RequestId, ReuseMode, RunKey
 
@@ -64,8 +65,8 @@ class SchedulerSide:
         self._counts = Counter(ignored_hints=0, translated_tokens=0)
         self._reported, self._report_due = Counter[str](), -math.inf
         """What was counted up to the last report, and when the next one is due"""
-        self._answers: BoundedDict[str, Any] = BoundedDict()
-        """By vLLM's ids: receipts of aborted requests, and answers to messages"""
+        self._aborted: BoundedDict[str, dict[str, Any]] = BoundedDict(MAX_PENDING)
+        """The receipts of requests that were aborted, by vLLM's ids: no output carries them"""
 
     def bind(
         self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None, groups: CacheGroups = ONE_GROUP
@@ -97,14 +98,10 @@ class SchedulerSide:
         hinted = read_hints(request.request_id, tokens, request.cache_salt, request.kv_transfer_params, reuse)
         # the KV of embeddings, images and adapters does not follow from the tokens alone
         is_text = request.prompt_embeds is None and not request.mm_features and request.lora_request is None
-        if is_text and not request.abort_immediately:
+        if is_text:
             given = hinted.request if hinted else plain_request(request.request_id, tokens, request.cache_salt, reuse)
             if (found := self.plain.arrived(given)) is not given:
                 hinted = replace(hinted, request=found) if hinted else HintedRequest(found)
-        if hinted is not None and request.abort_immediately and (hinted.is_advice or hinted.asks_for_report):
-            answer = self._advise(hinted) if hinted.is_advice else self.plain.report()
-            self._answers[request.request_id] = answer
-            return
         if hinted is not None:
             live.hinted = hinted
             request.sampling_params = without_hints(request.sampling_params)
@@ -113,11 +110,9 @@ class SchedulerSide:
                 request.skip_reading_prefix_cache = True
             if hinted.steps is not None:
                 self.prompts.forecast(hinted, hinted.steps)
-            if hinted.is_ahead and request.abort_immediately:
-                self.translations.expect(hinted.request)
             self.translations.on_arrival(live)
         mode = hinted.request.reuse if hinted else reuse
-        if mode is ReuseMode.OFF or request.abort_immediately:
+        if mode is ReuseMode.OFF:
             return
         self.sessions.arrive(live)
         live.may_load = live.hinted is not None or live.turn is not None
@@ -180,16 +175,28 @@ class SchedulerSide:
             served = Served.of(found)
             self._counts["translated_tokens"] += found.translated
             receipt = receipt_to_dict(found, hinted.actions)
-            if request.status is RequestStatus.FINISHED_ABORTED and not request.abort_immediately:
-                self._answers[request.request_id] = receipt
+            if request.status is RequestStatus.FINISHED_ABORTED:
+                self._aborted[request.request_id] = receipt
         namespace, request_id = namespace_of(request.cache_salt), RequestId(request.request_id)
         answer = () if request.status in UNANSWERED else answer_of(request)
         self.plain.ended(namespace, request_id, answer, served)
         return receipt
 
-    def _advise(self, hinted: HintedRequest) -> list[dict[str, str]]:
-        """Take what a client says of its sessions and runs between requests. Returns what becomes of it."""
+    # between requests -----------------------------------------------------------------------------------------
+
+    def told(self, message: Request, hints: Mapping[str, Any]) -> list[dict[str, str]]:
+        """Take hints without a request: a fixed prompt, one that is expected, a forecast, or what a client says of its
+        sessions and runs. Returns what becomes of it.
+        """
+        tokens, params = message.prompt_token_ids or (), {"kedge": hints}
+        hinted = read_hints(message.request_id, tokens, message.cache_salt, params, self._settings.reuse)
+        assert hinted is not None
+        self._counts["ignored_hints"] += hinted.ignored
         request, outcomes = hinted.request, list[ActionOutcome]()
+        if any(one.is_placeholder for one in request.segments):
+            self.translations.expect(request)
+        elif message.block_hashes and request.agent and request.reuse is not ReuseMode.OFF:
+            self.prompts.label(hinted, message, [])
         if hinted.steps is not None:
             outcomes.append(took_forecast(self.prompts.forecast(hinted, hinted.steps)))
         if hinted.ends_run:
@@ -197,6 +204,17 @@ class SchedulerSide:
             outcomes.append(run_ended())
         outcomes += self.sessions.advise(request.namespace, request.turn)
         return [one.to_dict() for one in outcomes]
+
+    def report(self) -> Mapping[str, Any]:
+        """Return what was found in plain traffic."""
+        return self.plain.report()
+
+    def receipt(self, name: str) -> Mapping[str, Any] | None:
+        """Return the receipt of one of the last requests that were aborted, by its client's name for it: vLLM's has a
+        hyphen and a random suffix behind that.
+        """
+        names = (one for one in reversed(self._aborted) if name in (one, one.rpartition("-")[0]))
+        return self._aborted.get(next(names, ""))
 
     def _end_run(self, run: RunKey) -> None:
         self.prompts.end_run(run)
@@ -268,19 +286,14 @@ class SchedulerSide:
         return done
 
     def take_stats(self) -> KedgeStats | None:
-        """Return what was counted since the last report, with what no output carries: receipts of requests that were
-        aborted, and answers to messages. Counts are reported once a second while requests run, and in every step once
-        the last has ended, since an idle engine takes no more steps.
+        """Return what was counted since the last report: once a second while requests run, and in every step once the
+        last has ended, since an idle engine takes no more steps.
         """
-        data, now = dict[str, Any](), time.monotonic()
-        if not self.requests or now >= self._report_due:
-            self._report_due, before = now + REPORT_SECONDS, self._reported
-            self._reported = Counter(self.totals())
-            data.update(self._reported - before)
-        if self._answers:
-            data[ANSWERS] = dict(self._answers)
-            self._answers.clear()
-        return KedgeStats(data=data) if data else None
+        if self.requests and time.monotonic() < self._report_due:
+            return None
+        self._report_due, before = time.monotonic() + REPORT_SECONDS, self._reported
+        self._reported = Counter(self.totals())
+        return KedgeStats(data=dict(found)) if (found := self._reported - before) else None
 
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
