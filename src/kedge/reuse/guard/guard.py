@@ -26,7 +26,7 @@ from kedge.guard import (
     GuardState,
 )
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.fidelity import LEARNING, RUNGS, URGENT, Proof, RungFinding, SavedProof, Serving
+from kedge.reuse.guard.fidelity import LEARNING, RUNGS, URGENT, MeanEvidence, Proof, RungFinding, SavedProof, Serving
 from kedge.reuse.guard.record import (
     ALPHA,
     SETTLED,
@@ -105,6 +105,8 @@ class QualityGuard:
         self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * ENTRIES, owner=owner)
         """Of records that are no longer kept: what they condemned stays condemned"""
         self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(ENTRIES, owner=owner)
+        self._noise = MeanEvidence()
+        """Nats a token of rounding alone, of all agents"""
         self._lock, self._rng = threading.Lock(), random.Random(0)
         self.suspicions = self.breaches = 0
         """Of all records, also those that are no longer kept"""
@@ -194,12 +196,12 @@ class QualityGuard:
             return [*proof.to_try(budget, ALPHA)]
 
     def needs_control(self, request: GenerateRequest) -> bool:
-        """Return whether a trial has to measure what rounding alone makes of an answer: not where two had less than
-        1 % of the budget. Noise that these miss counts as the translation's, which is on the safe side.
+        """Return whether a trial has to measure what rounding alone makes of an answer: not where two of any agents had
+        less than 1 % of the budget, as it is the model's. Noise that these miss counts as the translation's, which is
+        on the safe side.
         """
         with self._lock:
-            proof = self._proofs.get(request.workflow_agent)
-            return proof is None or proof.noise.count < 2 or proof.noise.mean > 0.01 * self.budget(request)
+            return self._noise.count < 2 or self._noise.mean > 0.01 * self.budget(request)
 
     def translated(self, request: GenerateRequest, placeholders: Iterable[str]) -> None:
         """Note that a request was served with these placeholders translated, if any."""
@@ -235,6 +237,7 @@ class QualityGuard:
             proof.vain.update(vain)
             if noise is not None:
                 proof.noise.observe(noise)
+                self._noise.observe(noise)
             for finding in findings:
                 proof.observe(finding, hash(request.tokens), noise)
             if isinf(budget):
