@@ -19,14 +19,7 @@ from hypothesis import strategies as st
 from kedge.engine.base import Item
 from kedge.engine.common.guarding import guarded_calls
 from kedge.engine.common.guarding.check import Check, dense_check, trial
-from kedge.engine.common.guarding.guarded_calls import (
-    AT_ONCE,
-    GRACE,
-    MAX_WAITING,
-    PATIENCE,
-    CheckThread,
-    GuardedCalls,
-)
+from kedge.engine.common.guarding.guarded_calls import GRACE, MAX_WAITING, PATIENCE, CheckThread, GuardedCalls
 from kedge.engine.common.stream import TokenStream
 from kedge.errors import EngineClosed, GenerationFailed, Overloaded, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders
@@ -378,31 +371,6 @@ def test_a_busy_engine_only_within_the_budget() -> None:
         one.checks.left(0)
         one.finish()
         assert one.checks.drain(10)
-
-
-def test_beside_requests_as_many_at_once_as_the_budget_pays_for_and_one_by_one_in_idle_time() -> None:
-    """What is under way is paid for by its whole prompt until it is known what it computed."""
-    with bench(max_pending=99) as one:
-        for _ in range(4):
-            one.checks.arrived(ELSEWHERE)
-        size = one.add().of.prompt_tokens
-        for _ in range(10):
-            one.add()
-        for tokens, more in ((3 * size, 2), (1, 0), (99 * size, AT_ONCE - 2)):
-            one.checks.left(tokens)
-            for _ in range(more):
-                assert one.begun.acquire(timeout=10)
-            assert not one.begun.acquire(timeout=0.1)
-        assert len(one.under_way) == AT_ONCE
-        one.checks.left(0)
-        one.begun.release(AT_ONCE)
-        for left in range(AT_ONCE, 0, -1):  # in idle time another one begins once none is left
-            assert len(one.under_way) == left
-            one.finish()
-        for _ in range(11 - AT_ONCE):
-            assert len(one.under_way) <= 1
-            one.finish()
-        assert one.checks.drain(10) and one.checks.done == 11
 
 
 def test_a_client_without_pauses_has_its_checks_carried_out_within_the_budget() -> None:

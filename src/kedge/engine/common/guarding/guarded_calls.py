@@ -1,9 +1,9 @@
 """The guard between an engine and its callers: it changes requests as they arrive and reads their completions.
 
-Threads carry out checks: one by one and freely while the engine is idle, else as many as a token budget pays for, and
-then on the most promising rung alone, so that proof gets on by one rung after the other. An engine is idle once no
-request has come for as long as a check takes, so that what such checks delay is at most as much as was waited for. Ends
-of runs wait until no check needs what the run shared.
+A thread carries out checks one by one: freely while the engine is idle, else within a token budget, and then on the
+most promising rung alone, so that proof gets on by one rung after the other. An engine is idle once no request has
+come for as long as a check takes, so that what such checks delay is at most as much as was waited for. Ends of runs
+wait until no check needs what the run shared.
 """
 
 from __future__ import annotations
@@ -49,9 +49,6 @@ SETTLED_SHARE = 0.2
 """Share of the budget for checks of settled agents. Each computes a whole prompt, three times what a translated call
 does: within all of the budget they took 22 % of a team's tokens (SmolLM2 under load), two thirds of what it saved
 """
-AT_ONCE = 4
-"""Checks that are carried out at once beside requests: one takes as many steps as its answer has tokens. One by one
-they left most of the budget unspent, and proof took 57 s (SmolLM2 on vLLM, four clients)"""
 MAX_WAITING = 2
 """Checks of one agent that may wait before no more are prepared: the budget does not pay for them"""
 logger = logging.getLogger(__name__)
@@ -81,17 +78,16 @@ class CheckThread:
         self._submit, self._judged, self._settings = submit, judged, settings
         self._changed = threading.Condition()
         self._waiting: deque[Check] = deque()
-        self._current: list[Check] = []
-        """Those under way"""
+        self._current: Check | None = None
         self._in_flight, self._idle_since = 0, time.monotonic()
-        self._credit = 0.0
-        """Tokens that requests have earned, less the most that checks under way may take of them"""
+        self._credit, self._is_charged = 0.0, False
+        """Tokens that requests have earned, and whether the check under way takes them"""
         self._pause = GRACE
         """Seconds without a request after which the engine counts as idle: about as many as the last check took"""
         self._draining, self._closed = 0, False
         self._ends: dict[RunKey, End] = {}
         """The ends of runs that wait for checks which need what the run shared"""
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self.done = self.dropped = self.computed = 0
         """Checks carried out, and not; tokens computed for either"""
 
@@ -132,9 +128,9 @@ class CheckThread:
                 tenants = Counter(check.of.tenant for check in self._waiting)
                 held = [(tenants[one.of.tenant], agents[one.of.workflow_agent]) for one in self._waiting]
                 self._drop([self._waiting[held.index(max(held))]])
-            if len(self._threads) < min(AT_ONCE, len(self._waiting) + len(self._current)):
-                self._threads.append(threading.Thread(target=self._run, name="kedge-guard", daemon=True))
-                self._threads[-1].start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kedge-guard", daemon=True)
+                self._thread.start()
             self._changed.notify_all()
         self._carry_out_ends()
 
@@ -150,9 +146,9 @@ class CheckThread:
             self.dropped += 1
 
     def is_under_way(self, request_id: RequestId) -> bool:
-        """Return whether a request is of a check that is being carried out."""
-        with self._changed:
-            return any(one.request_id == request_id for check in self._current for one in check.requests)
+        """Return whether a request is the check that is being carried out."""
+        current = self._current
+        return current is not None and any(one.request_id == request_id for one in current.requests)
 
     # runs --------------------------------------------------------------------------------------------------------
 
@@ -166,7 +162,7 @@ class CheckThread:
 
     def _holds(self, run: RunKey) -> bool:
         """Return whether a check needs what a run shared."""
-        return any(check.run == run for check in (*self._waiting, *self._current))
+        return any(check is not None and check.run == run for check in (*self._waiting, self._current))
 
     def _carry_out_ends(self) -> None:
         """Carry out the ends of runs that no check needs any more. Called without the lock."""
@@ -197,48 +193,48 @@ class CheckThread:
 
     def join(self) -> None:
         """Wait for the thread's end, after `stop` and the engine's end."""
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
 
-    # its threads -------------------------------------------------------------------------------------------------
+    # its thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (check := self._next()) is not None:
-            self._carry_out(*check)
+            self._carry_out(check)
+            with self._changed:
+                self._current = None
+                self._changed.notify_all()
             self._carry_out_ends()
 
-    def _next(self) -> tuple[Check, int] | None:
-        """Wait for a check that may start. Returns it and the tokens of the credit that are set aside for it, none of
-        one that is free; None once no more are carried out.
-        """
+    def _next(self) -> Check | None:
         with self._changed:
             while not self._closed:
-                is_charged = self._in_flight > 0 and not self._draining
-                wait = self._seconds_to_wait(is_charged=is_charged)
+                wait = self._seconds_to_wait()
                 if wait == 0:
                     self._waiting.remove(check := self._first())
-                    check = check.narrowed() if is_charged else check
-                    self._current.append(check)
-                    charge = sum(one.prompt_tokens for one in check.requests) if is_charged else 0
-                    self._credit -= charge
-                    return check, charge
+                    self._current = check.narrowed() if self._is_charged else check
+                    return self._current
                 self._changed.wait(wait)
             return None
 
-    def _seconds_to_wait(self, *, is_charged: bool) -> float | None:
+    def _seconds_to_wait(self) -> float | None:
         """Return 0 if the first check may start, else the time until it may; None: until something changes."""
-        if not self._waiting or (self._current and not is_charged):
+        if not self._waiting:
             return None
-        if is_charged:
-            return 0 if self._credit > 0 else None
-        return 0 if self._draining else max(0.0, self._idle_since + self._pause - time.monotonic())
+        if self._draining:
+            return 0
+        if self._in_flight == 0:
+            return max(0.0, self._idle_since + self._pause - time.monotonic())
+        if self._credit <= 0:
+            return None
+        self._is_charged = True
+        return 0
 
     def _first(self) -> Check:
         """Return the check to carry out next: the oldest of an agent that is not settled, or else of any."""
         return next((check for check in self._waiting if not check.is_settled), self._waiting[0])
 
-    def _carry_out(self, check: Check, charge: int) -> None:
+    def _carry_out(self, check: Check) -> None:
         is_done, answers, began = False, list[Completion | None](), time.monotonic()
         try:
             if is_done := self._answer(check.requests, answers):
@@ -253,13 +249,11 @@ class CheckThread:
         with self._changed:
             if is_done:  # pauses shorter than a check are a client's between two calls: it would run beside the second
                 self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
-            if charge:  # later requests pay for what it took on top
-                self._credit += charge - computed
-            self._current.remove(check)
+            if self._is_charged:  # later requests pay for what it took on top
+                self._credit, self._is_charged = self._credit - computed, False
             self.computed += computed
             self.done += is_done
             self.dropped += not is_done
-            self._changed.notify_all()
 
     def _answer(self, requests: Sequence[GenerateRequest], answers: list[Completion | None]) -> bool:
         """Add the answers to all requests, of which several run at once. None: nothing is translated in such a way yet.
