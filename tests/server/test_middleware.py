@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.engine.process.engine import ProcessEngine
 from kedge.server import middleware
 from kedge.server.app import GracefulServer
+from kedge.server.logs import Seldom
 from kedge.server.middleware import BoundedConnection, HostCheck
 from kedge.server.service import Service
 from kedge.server.tenancy import load_keys
@@ -185,6 +187,20 @@ def test_a_head_is_answered_like_a_get_without_its_body(running: Served, path: s
         answer = http.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
         assert answer.headers["content-type"] == http.get(path).headers["content-type"]
+
+
+def test_a_warning_that_strangers_cause_is_logged_once_a_minute() -> None:
+    seldom = Seldom()
+
+    def record(message: str, at: float, level: int = logging.WARNING) -> logging.LogRecord:
+        one = logging.LogRecord("asyncio", level, "", 0, message, (), None)
+        one.created = at
+        return one
+
+    passed = [at for at in range(150) if seldom.filter(record("socket.accept() out of system resource", at))]
+    assert passed == [0, 60, 120]
+    assert seldom.filter(record("another", 121.0))
+    assert all(seldom.filter(record("started", at, logging.INFO)) for at in range(3))
 
 
 # an engine that hangs -------------------------------------------------------------------------------------------------

@@ -56,8 +56,10 @@ def create_app(
     """
     settings = settings or ServerSettings()
     if settings.tracing and tracing is None:
-        from kedge.server.tracing import exporting
-
+        try:
+            from kedge.server.tracing import exporting
+        except ImportError as error:
+            raise ConfigError("server.tracing", error.name, "is not installed: pip install 'kedge[otel]'") from error
         tracing = exporting(settings.model_name or BUNDLED_MODEL)
     keys = keys or KeyRing({}, settings.limits)
     for tenant in keys.tenants:

@@ -320,7 +320,7 @@ NO_OBJECT = frozenset({"dict_type", "model_type", "model_attributes_type"})
 
 @dataclass(frozen=True, slots=True)
 class CallFailure:
-    """How a call or a run ended in an error: what its client is told, and where it was."""
+    """The error that a call or a run ended in: what its client reads, and where it happened."""
 
     status: int
     code: str | None
@@ -334,7 +334,7 @@ class CallFailure:
 
     @classmethod
     def of(cls, error: BaseException) -> CallFailure:
-        """Return what is told of an error; of one that nobody raised on purpose, that there was one."""
+        """Return the failure of an error. That of an unexpected one has a general message: its own is for the log."""
         code: str | None = INTERNAL
         param: str | None = None
         status, reason = 500, "internal error of the server, see its log"
@@ -358,10 +358,8 @@ class CallFailure:
 
     def at(self, request: Request) -> CallFailure:
         """Return the failure with its call; its agent is known once the call's hints were read."""
-        known, hints = (
-            replace(self, route=f"{request.method} {request.scope['path']}"),
-            getattr(request.state, "hints", None),
-        )
+        known = replace(self, route=f"{request.method} {request.scope['path']}")
+        hints = getattr(request.state, "hints", None)
         return replace(known, workflow=hints.workflow, agent=hints.agent, run=hints.run) if hints else known
 
     @property

@@ -61,7 +61,7 @@ class Service:
         """Those that the server drives: all that go on, and the last ended ones"""
         self.client_runs = ClientRuns(self.engine, settings.reuse or ReuseMode.TRANSLATE)
         self.calls: dict[object, Callable[[KedgeError], None]] = {}
-        """What each running call of the engine, and each run, is told of an error with"""
+        """Callbacks that end a running call of the engine, or a run, with an error"""
 
     def authenticate(self, request: Request) -> Tenant:
         """Return who calls: a tenant, or the operator. Raises `Unauthenticated`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 
 from kedge.engine.echo import EchoEngine
+from kedge.errors import ConfigError
 from kedge.server.app import create_app
 from kedge.settings import ServerSettings
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
@@ -185,6 +187,18 @@ def test_a_run_that_is_cancelled_ends_its_spans(traced: Served, spans: Any) -> N
     assert [agent.name, ended.name] == ["invoke_agent first", "invoke_workflow pair"]
     assert ended.attributes["kedge.run.status"] == "cancelled"
     assert {span.status.status_code.name for span in (agent, ended)} == {"UNSET"}
+
+
+# without it -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kedge.server.tracing")
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with EchoEngine() as engine:
+        with pytest.raises(ConfigError, match=r"kedge\[otel\]"):
+            create_app(engine, ServerSettings(tracing=True))
+        create_app(engine)
 
 
 # with the real packages -----------------------------------------------------------------------------------------------

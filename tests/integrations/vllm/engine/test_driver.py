@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from kedge.guard import GuardOrders
-from kedge.integrations.vllm.engine.driver import Forecasts, sampling_params
+from kedge.integrations.vllm.engine.driver import Driver, Forecasts, sampling_params
 from kedge.integrations.vllm.plugin.hints import Message, read_hints, request_hints, short
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.types import (
@@ -131,3 +133,21 @@ def test_fixed_prompts_are_sent_before_the_steps_of_their_agents_and_when_they_c
     other_run = key("a")._replace(run_id=RunId("other"))
     assert not list(forecasts.messages({}, one)) and not list(forecasts.messages({}, {other_run: (1, 2, 3)}))
     assert list(forecasts.messages({}, {key("a"): (1, 2)})) and list(forecasts.messages({}, {key("b"): (1, 2)}))
+
+
+def test_the_receipt_of_an_aborted_request_is_in_one_of_several_engines() -> None:
+    sent, asked, ended = {"tokens": {"translated": 3}}, request(), list[Any]()
+
+    async def answer(*_: Any, engine: int) -> Any:
+        return sent if engine else None
+
+    async def end_here(driver: Driver) -> None:
+        generating = asyncio.ensure_future(asyncio.sleep(0))
+        driver._generating[asked.request_id] = generating
+        response: Any = SimpleNamespace(request=asked, has_begun=True, end=ended.append)
+        await driver._serve(response, generating)
+
+    core = SimpleNamespace(core_engines=[0, 1], _call_utility_async=answer)
+    driver = Driver(True, SimpleNamespace(engine_core=core))
+    asyncio.run(end_here(driver))
+    assert ended == [sent] and driver.translates(asked)

@@ -341,7 +341,8 @@ class Driver:
         receipt = None if error or generating.cancelled() else generating.result()
         if error is None and receipt is None and self._plugged and response.has_begun:  # it was aborted here
             with suppress(EngineClosed):
-                receipt = next(iter(await ask(self.llm.engine_core, "receipt", request_id)), None)
+                found = await ask(self.llm.engine_core, "receipt", request_id)
+                receipt = next(filter(None, found), None)  # one of several engines has it
         if receipt:
             self._translated[response.request.workflow_agent] = bool(receipt["tokens"]["translated"])
         del self._generating[request_id]

@@ -287,7 +287,7 @@ def answer(core: EngineCore, what: str, *given: Any) -> Any:
         hasher = None if "segments" in hints else core.request_block_hasher  # that of a fixed prompt
         message = Request("", list(tokens), SamplingParams(), None, cache_salt=salt or None, block_hasher=hasher)
         message.abort_immediately = True
-        answers.append(side.told(message, hints))
+        answers.append(side.take_message(message, hints))
     return answers
 
 

@@ -1,5 +1,5 @@
-"""Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process, and what is said to the plug-in between
-requests.
+"""Hints of a request in `kv_transfer_params.kedge`, over HTTP or in process, and messages to the plug-in that come
+without a request.
 
 A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
 are those of the HTTP server (`docs/server.md`); `segments` and `produces` are for callers who assemble

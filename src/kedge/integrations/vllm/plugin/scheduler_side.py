@@ -184,7 +184,7 @@ class SchedulerSide:
 
     # between requests -----------------------------------------------------------------------------------------
 
-    def told(self, message: Request, hints: Mapping[str, Any]) -> list[dict[str, str]]:
+    def take_message(self, message: Request, hints: Mapping[str, Any]) -> list[dict[str, str]]:
         """Take hints without a request: a fixed prompt, one that is expected, a forecast, or what a client says of its
         sessions and runs. Returns what becomes of it.
         """
