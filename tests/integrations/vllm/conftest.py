@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -211,6 +212,8 @@ class Driver:
         for output in self.engine.step():
             if output.finished:
                 self.finished[output.request_id] = output
+        if self.scheduler.has_requests() and not self.scheduler.running:
+            time.sleep(0.001)  # as vLLM's own loop does, which would keep the copier from running
 
     def run(self, until: Callable[[], bool] | None = None, most: int = 20_000) -> None:
         """Steps until nothing is left to do, or until something holds."""

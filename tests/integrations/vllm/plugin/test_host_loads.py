@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kedge.cache import Copy
+from kedge.cache import Copied, Copy
 from kedge.integrations.vllm.plugin import host_loads
 from kedge.integrations.vllm.plugin.block_pools import cached_block, cached_prefix
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
@@ -307,6 +307,19 @@ def test_blocks_that_are_evicted_again_are_loaded_again_but_not_for_ever(waiting
         waiting.now += 2.1
     waiting.step("c")
     assert waiting.step("c") == "" and waiting.computing == "c"
+
+
+def test_what_cannot_be_loaded_is_computed_at_once_and_not_prefetched_without_end(waiting: Waiting) -> None:
+    assert waiting.step("c") == "c" and waiting.step("c") == "c"
+    waiting.land(ok=False)
+    assert waiting.step("c") == "" and waiting.computing == "c"
+    waiting.set_step("d", 1.0)
+    assert waiting.prefetch() == ["d"]
+    failed = Copied(waiting.sent.pop().copy_id, ok=False)
+    waiting.loads.on_reports([failed], (0, 0.0))
+    assert not waiting.loads.busy
+    waiting.loads.look_again()
+    assert waiting.loads.busy, "with the next request it is tried again"
 
 
 def test_a_load_that_does_not_pay_is_not_waited_for_but_a_prefetch_under_way_is(waiting: Waiting) -> None:

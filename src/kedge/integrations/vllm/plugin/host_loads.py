@@ -93,6 +93,7 @@ class HostLoads:
         if block >= (request.num_tokens - 1) // self._block_size:
             return False
         transfer, is_held = self.tier.next_load(self._needed(live), block)
+        live.computes = live.computes or (live.awaited is not None and live.awaited.has_failed)
         if transfer is None and (live.computes or not is_held):
             return False
         if transfer is None:
@@ -100,7 +101,7 @@ class HostLoads:
         elif self._is_impatient(live):
             return False
         else:
-            transfer.demanded = True
+            transfer.demanded, live.awaited = True, transfer
         live.loaded = range(live.loaded.start or computed, request.num_prompt_tokens)
         return True
 
@@ -243,10 +244,10 @@ class HostLoads:
 
     def on_reports(self, copies: Iterable[Copied], computed: tuple[int, float]) -> None:
         """Take the ends of copies on all ranks, and how many tokens they computed in how many seconds."""
-        for copied in copies:
-            self.tier.on_copied(copied)
+        landed = [self.tier.on_copied(copied) for copied in copies]
         self.tier.cost.compute.observe(*computed)
-        self._has_room = self._has_room or bool(copies)
+        # after failures alone nothing has changed: what cannot be copied would be tried again without end
+        self._has_room = self._has_room or any(landed)
 
     def clear(self) -> None:
         """Empty the host tier."""

@@ -117,6 +117,11 @@ class BlockTransfer:
         """Whether it goes from the host to the device."""
         return self.copy.direction is Direction.LOAD
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it brings nothing, on one rank at least."""
+        return not all(one.ok for one in self.ends)
+
 
 class HostTier:
     """Fixed prompts and histories of sessions in host memory, and the copies from and to them that have been ordered
@@ -365,16 +370,18 @@ class HostTier:
 
     # ends of copies -------------------------------------------------------------------------------------------
 
-    def on_copied(self, copied: Copied) -> None:
-        """Take the end of a copy on one rank; it lands once all ranks have finished."""
+    def on_copied(self, copied: Copied) -> bool:
+        """Take the end of a copy on one rank; it lands once all ranks have finished. Returns whether it has landed."""
         transfer = self._transfers[copied.copy_id]
         transfer.ends.append(copied)
-        if len(transfer.ends) == self._ranks:
-            del self._transfers[copied.copy_id]
-            self._land(transfer)
+        if len(transfer.ends) < self._ranks:
+            return False
+        del self._transfers[copied.copy_id]
+        self._land(transfer)
+        return not transfer.has_failed
 
     def _land(self, transfer: BlockTransfer) -> None:
-        is_ok = all(one.ok for one in transfer.ends)
+        is_ok = not transfer.has_failed
         if is_ok and transfer.needed.keys:
             self._publish(transfer, self._pools(transfer.copy.direction)[1])
         self._count(transfer, is_ok)

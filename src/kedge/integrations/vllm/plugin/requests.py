@@ -21,6 +21,8 @@ from kedge.types import GenerateRequest, Miss, Receipt, RequestId, ReuseMode, Ru
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kedge.integrations.vllm.plugin.host_tier import BlockTransfer
+
 CacheBlocks = Callable[["Request", int], None]
 MAX_LANES = 32
 """Lanes of one request, each of which takes a row of the batch; of more holes the nearest are joined."""
@@ -47,6 +49,8 @@ class LiveRequest:
     """Whether a load was ordered before vLLM looked at it"""
     loaded: range = range(0)
     """Tokens of its prompt that it waited for while they were loaded"""
+    awaited: BlockTransfer | None = None
+    """The last load under way that it has waited for"""
     waiting_since: float | None = None
     """Time from which on it has waited for a load under way, or for room for one as the next to be served"""
     computes: bool = False
