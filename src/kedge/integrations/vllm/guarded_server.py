@@ -23,9 +23,10 @@ from vllm import SamplingParams as VllmSampling
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
+from kedge.engine.base import Item
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.state.saving import Snapshots
-from kedge.engine.common.stream import Tap, TokenStream
+from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import EngineClosed
 from kedge.guard import GuardMode
@@ -128,17 +129,32 @@ class ServerGuard:
     async def _answer(
         self, hinted: HintedRequest, prompt: Any, params: VllmSampling, request_id: str, others: Mapping[str, Any]
     ) -> AsyncIterator[RequestOutput]:
-        asked = hinted.request
-        served, tap = self.calls.begin(asked)
-        call = ServedCall(asked, within_top(served, self._max_logprobs), tap, params, self._tokenizer)
-        ordered = _ordered(params, call.served, ends=(ends := hinted.ends_run and not asked.turn.session))
+        asked, is_over = hinted.request, False
+        served, given_tap = self.calls.begin(asked)
+        served, tap = within_top(served, self._max_logprobs), given_tap or (lambda item: item)
+        ordered = _ordered(params, served, ends=(ends := hinted.ends_run and not asked.turn.session))
+        # the log-probabilities of a prompt are the client's alone; of an answer that is not compared its end is enough
+        read = replace(served, prompt_logprobs=None)
+        seen = StreamedResponse(read, self._tokenizer, params, served.sampling.max_tokens)
+        is_read = params.output_kind is RequestOutputKind.DELTA and served.logprobs is not None
         try:
             async with aclosing(self._generate(prompt, ordered, request_id, **others)) as outputs:
                 async for output in outputs:
-                    call.see(output)
+                    try:
+                        if output.finished or is_read:
+                            seen.take(output)
+                        if output.finished:
+                            done = TokenDelta("", (), seen.completion((output.kv_transfer_params or {}).get("kedge")))
+                            is_over = True
+                            _note(output, tap(done))
+                    except Exception:  # whatever the guard makes of it, the client has its answer
+                        logger.exception("the guard failed on request %s", request_id)
+                    if served.logprobs != asked.logprobs:
+                        _strip(output, asked.logprobs)
                     yield output
         finally:
-            call.abort()
+            if not is_over:
+                tap(EngineClosed("request", asked.request_id, "it was not answered to its end"))
             if ends:
                 self.end_run(asked.run_key)
 
@@ -165,49 +181,6 @@ class ServerGuard:
         return response.stream
 
 
-class ServedCall:
-    """A client's call on its way through the guard."""
-
-    def __init__(
-        self, asked: GenerateRequest, served: GenerateRequest, tap: Tap | None, params: VllmSampling, reads: HFTokenizer
-    ) -> None:
-        """`params` are the client's; the end of the call passes through `tap`."""
-        self.asked, self.served, self._tap, self._is_over = asked, served, tap or (lambda item: item), False
-        # of an answer that is not compared its end is enough
-        self._is_read = params.output_kind is RequestOutputKind.DELTA and served.logprobs is not None
-        seen = replace(served, prompt_logprobs=None)  # those are the client's alone
-        self._response = StreamedResponse(seen, reads, params, served.sampling.max_tokens)
-
-    def see(self, output: RequestOutput) -> None:
-        """Take an output on its way to the client, and make it what the client has asked for, with the guard's notes
-        where it is the last one.
-        """
-        try:
-            if output.finished or self._is_read:
-                self._response.take(output)
-            if output.finished:
-                self._note(output)
-        except Exception:  # whatever the guard makes of it, the client has its answer
-            logger.exception("the guard failed on request %s", output.request_id)
-        if self.served.logprobs != self.asked.logprobs:
-            _strip(output, self.asked.logprobs)
-
-    def _note(self, output: RequestOutput) -> None:
-        transfer = output.kv_transfer_params or {}
-        done, self._is_over = self._response.completion(receipt := transfer.get("kedge")), True
-        noted = self._tap(TokenDelta("", (), done))
-        if receipt and not isinstance(noted, BaseException) and noted.completion:
-            found = noted.completion.receipt
-            fidelity = found.fidelity and asdict(found.fidelity)
-            notes = {"guard": [asdict(one) for one in found.guard], "fidelity": fidelity}
-            output.kv_transfer_params = {**transfer, "kedge": {**receipt, **notes}}
-
-    def abort(self) -> None:
-        """Tell the guard that the call is over, if it was not answered to its end."""
-        if not self._is_over:
-            self._tap(EngineClosed("request", self.asked.request_id, "it was not answered to its end"))
-
-
 def _ordered(params: VllmSampling, served: GenerateRequest, *, ends: bool) -> VllmSampling:
     """Return a client's parameters with the guard's orders. A run that `ends` does so once no check needs it."""
     ordered = copy(params)
@@ -217,6 +190,16 @@ def _ordered(params: VllmSampling, served: GenerateRequest, *, ends: bool) -> Vl
     kedge["final"] = not ends and kedge.get("final")
     ordered.extra_args = {**params.extra_args, "kv_transfer_params": {**transfer, "kedge": kedge}}
     return ordered
+
+
+def _note(output: RequestOutput, noted: Item) -> None:
+    """Add the guard's notes on a call to its receipt, if the plug-in has sent one."""
+    transfer = output.kv_transfer_params or {}
+    if (receipt := transfer.get("kedge")) and not isinstance(noted, BaseException) and noted.completion:
+        found = noted.completion.receipt
+        fidelity = found.fidelity and asdict(found.fidelity)
+        notes = {"guard": [asdict(one) for one in found.guard], "fidelity": fidelity}
+        output.kv_transfer_params = {**transfer, "kedge": {**receipt, **notes}}
 
 
 def _strip(output: RequestOutput, asked: int | None) -> None:

@@ -116,7 +116,7 @@ def test_a_refusal_can_name_what_differs(tmp_path: Path, monkeypatch: pytest.Mon
     for name, value in ranks.items():
         monkeypatch.setattr(rank_state, name, lambda value=value: value)
     like = KVSegment(*[torch.empty(3, 0, 2, 8, dtype=torch.bfloat16)] * 2)
-    found = rank_state.rank_identity(config(tmp_path), like, AnchorSettings())
+    found = rank_state.identity(config(tmp_path), AnchorSettings(), like)
     assert model_digest(config(tmp_path)) in found
     for key, part in {"rank": 1, "ranks": 2, "dtype": '"torch.bfloat16"', "layers": 3, "kv_heads": 2}.items():
         assert f'"{key}": {part}' in found

@@ -269,8 +269,10 @@ def tokens_prompt(request: GenerateRequest) -> TokensInput:
     return tokens_input(list(request.tokens), cache_salt=f"{salt_of(request.namespace)}{own}" or None)
 
 
-class Driver:
-    """Runs requests in vLLM. An error of vLLM's ends the stream of its request as an error of Kedge's."""
+class Driver(StatLoggerBase):
+    """Runs requests in vLLM, as a logger of its statistics. An error of vLLM's ends the stream of its request as an
+    error of Kedge's.
+    """
 
     def __init__(self, plugged: bool, llm: Any = None) -> None:
         """`plugged`: whether the plug-in's receipts of requests that were ended here are awaited. `llm` is an
@@ -290,7 +292,17 @@ class Driver:
 
     async def start(self, arguments: Any) -> None:
         """Start vLLM with these `AsyncEngineArgs`. Raises whatever vLLM raises."""
-        self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: _StatsListener(self)])
+        self.llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[lambda *_: self])
+
+    def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
+        """Take vLLM's statistics of a step, which carry the plug-in's counters."""
+        if scheduler_stats is not None:
+            plugin_stats, found = scheduler_stats.kv_connector_stats, scheduler_stats.prefix_cache_stats
+            self.stats = scheduler_stats
+            self.counts.update(plugin_stats or {}, prefix_queries=found.queries, prefix_hits=found.hits)
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing: vLLM has a log of its own."""
 
     @property
     def is_dead(self) -> bool:
@@ -377,29 +389,6 @@ class Driver:
             generating.cancel()
         await asyncio.gather(*self._serving)
         self.llm.shutdown(grace)
-
-
-class _StatsListener(StatLoggerBase):
-    """A logger of vLLM's statistics, which carry the plug-in's counters."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
-    def record(
-        self,
-        scheduler_stats: Any,
-        iteration_stats: Any,  # noqa: ARG002 (the names are vLLM's)
-        mm_cache_stats: Any = None,  # noqa: ARG002
-        engine_idx: int = 0,  # noqa: ARG002
-    ) -> None:
-        if scheduler_stats is None:
-            return
-        plugin_stats, found = scheduler_stats.kv_connector_stats, scheduler_stats.prefix_cache_stats
-        self._driver.stats = scheduler_stats
-        self._driver.counts.update(plugin_stats or {}, prefix_queries=found.queries, prefix_hits=found.hits)
-
-    def log_engine_initialized(self) -> None:
-        """Do nothing: vLLM has a log of its own."""
 
 
 def kedge_error(error: BaseException, request_id: RequestId) -> KedgeError:

@@ -344,10 +344,10 @@ def keep_guard(guard: QualityGuard, folder: Path, config: VllmConfig, anchors: A
     """
     from kedge.engine.common.state.saving import Snapshots
     from kedge.engine.common.state.snapshot import EngineState
-    from kedge.integrations.vllm.plugin.rank_state import guard_identity
+    from kedge.integrations.vllm.plugin.rank_state import identity
 
     try:
-        state = EngineState(folder, guard_identity(config, anchors), guard=guard)
+        state = EngineState(folder, identity(config, anchors), guard=guard)
     except OSError as error:
         raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
     kept = Snapshots(folder, state.load, state.save, give_back=state.close)

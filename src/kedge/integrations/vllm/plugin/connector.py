@@ -46,7 +46,7 @@ from kedge.integrations.vllm.plugin.lanes import PassLimits
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.metrics import KedgePromMetrics, KedgeStats
 from kedge.integrations.vllm.plugin.pages import Pages, rotation_of
-from kedge.integrations.vllm.plugin.rank_state import rank_folder, rank_identity
+from kedge.integrations.vllm.plugin.rank_state import identity, rank_folder
 from kedge.integrations.vllm.plugin.requests import Orders, Reports
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
@@ -237,9 +237,9 @@ class KedgeConnector(KVConnectorBase_V1, SupportsHMA):
     def _keep_state(self, folder: Path, pages: Pages) -> None:
         """Go on from what this rank has learned before. Raises `ConfigError` where the folder cannot be used."""
         try:
-            identity = rank_identity(self._vllm_config, pages.empty, self._settings.anchors)
+            whose = identity(self._vllm_config, self._settings.anchors, pages.empty)
             own = rank_folder(folder, self._vllm_config)
-            state = EngineState(own, identity, pages.empty, self._worker.ask, values=True)
+            state = EngineState(own, whose, pages.empty, self._worker.ask, values=True)
         except OSError as error:
             raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
         self._worker.keep_state(state)

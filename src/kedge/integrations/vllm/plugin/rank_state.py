@@ -35,17 +35,17 @@ def rank_folder(state: Path, config: VllmConfig) -> Path:
     return state.absolute() / f"replica-{replica}" / f"rank-{get_tensor_model_parallel_rank()}"
 
 
-def rank_identity(config: VllmConfig, like: KVSegment, anchors: AnchorSettings) -> str:
-    """Return what saved KV of this rank depends on, part by part. `like` is KV of the rank's shape and dtype.
+def identity(config: VllmConfig, anchors: AnchorSettings, like: KVSegment | None = None) -> str:
+    """Return what saved records of the quality guard depend on, part by part, or what this rank has learned: `like` is
+    KV of its shape and dtype.
 
     How vLLM lays out its blocks is not among it: saved KV is by token, keys unrotated. Raises `ConfigError` where the
     model's files are not on this machine.
     """
-    layers, _, kv_heads, head_dim = like.keys.shape
-    return identity_of(
-        {
-            "backend": "vllm",
-            "model": model_digest(config),
+    parts: dict[str, object] = {"backend": "vllm", "model": model_digest(config), "anchors": anchors.estimator}
+    if like is not None:
+        layers, _, kv_heads, head_dim = like.keys.shape
+        parts |= {
             "rope": _plain(config.model_config.hf_text_config.rope_parameters),
             "dtype": str(like.dtype),
             "layers": layers,
@@ -53,14 +53,8 @@ def rank_identity(config: VllmConfig, like: KVSegment, anchors: AnchorSettings) 
             "head_dim": head_dim,
             "rank": get_tensor_model_parallel_rank(),
             "ranks": get_tensor_model_parallel_world_size(),
-            "anchors": anchors.estimator,
         }
-    )
-
-
-def guard_identity(config: VllmConfig, anchors: AnchorSettings) -> str:
-    """Return what saved records of the quality guard depend on. Raises `ConfigError` as `rank_identity` does."""
-    return identity_of({"backend": "vllm", "model": model_digest(config), "anchors": anchors.estimator})
+    return identity_of(parts)
 
 
 def model_digest(config: VllmConfig) -> str:
