@@ -15,19 +15,17 @@ The blocks that a transfer writes belong to the transfer until it lands.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
-from kedge.cache.copies import Copy, Direction, Outcome, Purpose
+from kedge.cache.copies import Transfer
+from kedge.cache.owners import Owner, Ranked
 from kedge.errors import PlanError
 from kedge.policies.eviction import EvictionKey
-from kedge.structures.heaps import LazyHeap, StepCounts
+from kedge.structures.heaps import LazyHeap
 from kedge.structures.prefixes import SortedKeys
 from kedge.types import Namespace, TenantId
-
-LabelKey = Hashable
-"""The agent whose fixed prompt a label ends: (tenant, client, run, agent), or any other hashable key."""
 
 
 class Tier(IntEnum):
@@ -50,8 +48,11 @@ class State(StrEnum):
     LOADING = "loading"
 
 
-class TreeNode:
-    """A run of `size` blocks below `parent`; the root of a namespace has no parent and no blocks."""
+class TreeNode(Ranked):
+    """A run of `size` blocks below `parent`; the root of a namespace has no parent and no blocks.
+
+    It is needed by its own labels and by its children.
+    """
 
     __slots__ = (
         "arrival",
@@ -60,38 +61,30 @@ class TreeNode:
         "hits",
         "key",
         "labels",
-        "last_access",
         "locks",
         "namespace",
         "parent",
         "resident_children",
         "size",
-        "step",
-        "steps",
         "transfer",
-        "varying",
         "wanted",
     )
 
     def __init__(self, namespace: Namespace, parent: TreeNode | None, key: bytes, size: int) -> None:
+        super().__init__()
         self.namespace, self.parent, self.key, self.size = namespace, parent, key, size
         self.children: SortedKeys[TreeNode] = SortedKeys()
         self.blocks: list[list[int]] = [[], []]
         """Block numbers by tier; empty where the tier does not hold the node."""
         self.resident_children = [0, 0]
         """How many children each tier holds."""
-        self.locks = self.last_access = self.hits = 0
+        self.locks = self.hits = 0
         self.wanted = 0
         """Requests that wait for this node and have not been admitted yet."""
-        self.labels: dict[LabelKey, float] = {}
-        """Agents whose fixed prompt ends here, with their steps-to-execution."""
-        self.steps: StepCounts | None = None
-        self.step: float | None = None
-        """Priority: the least step of its own labels and its children; None where there is none."""
-        self.varying = False
-        """Whether it follows a fixed prompt."""
-        self.transfer: Transfer | None = None
-        self.arrival: Transfer | None = None
+        self.labels: dict[Owner, float] = {}
+        """Owners whose fixed prompt or history ends here, with their steps-to-execution."""
+        self.transfer: NodeTransfer | None = None
+        self.arrival: NodeTransfer | None = None
         """The load that brought it to the device, until it is hit for the first time."""
 
     @property
@@ -155,33 +148,17 @@ class TreeNode:
 
 
 @dataclass(eq=False, slots=True)
-class Transfer:
-    """One copy with what the cache knows of it. `nodes` go down one path; a split of one of them adds another."""
+class NodeTransfer(Transfer):
+    """A copy of nodes, which go down one path; a split of one of them adds another."""
 
-    copy: Copy
-    purpose: Purpose
-    nodes: list[TreeNode]
-    started: bool = False
-    demanded: bool = False
-    """A request waits for it, or did before it landed."""
+    nodes: list[TreeNode] = field(default_factory=list)
     live: int = 0
     """Nodes that it brought to the device and that are there unhit."""
-    outcome: Outcome | None = None
 
     @property
     def end(self) -> TreeNode:
         """The lowest of its nodes: the one that it locks."""
         return self.nodes[-1]
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks that move."""
-        return len(self.copy.sources)
-
-    @property
-    def is_load(self) -> bool:
-        """Whether it goes from the host to the device."""
-        return self.copy.direction is Direction.LOAD
 
     def shares(self) -> Iterator[tuple[TreeNode, list[int]]]:
         """Iterate over its nodes with the target blocks of each."""
@@ -211,10 +188,10 @@ class Labels:
 
     def __init__(self, offer: Callable[[TreeNode], None]) -> None:
         self._offer = offer
-        self.nodes: dict[LabelKey, TreeNode] = {}
+        self.nodes: dict[Owner, TreeNode] = {}
         """The node that ends the fixed prompt of each key"""
 
-    def put(self, key: LabelKey, node: TreeNode, step: float) -> None:
+    def put(self, key: Owner, node: TreeNode, step: float) -> None:
         """Label `node`; the label that `key` had elsewhere goes."""
         if self.nodes.get(key) is not node:
             self.drop(key)
@@ -232,14 +209,14 @@ class Labels:
                 below.extend(one.children.values())
         self._set(key, node, step)
 
-    def move(self, key: LabelKey, step: float) -> TreeNode | None:
+    def move(self, key: Owner, step: float) -> TreeNode | None:
         """Change the step of a label. Returns its node. O(depth)."""
         node = self.nodes.get(key)
         if node is not None:
             self._set(key, node, step)
         return node
 
-    def drop(self, key: LabelKey) -> None:
+    def drop(self, key: Owner) -> None:
         """Forget the label of `key`, if it has one."""
         if node := self.nodes.pop(key, None):
             _change(node, node.labels.pop(key), None, self._offer)
@@ -262,9 +239,7 @@ class Labels:
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Let `upper`, which was put above `lower`, take its step. Labels mark an end, so they stay on `lower`."""
-        if lower.step is not None:
-            upper.steps, upper.step = StepCounts(), lower.step
-            upper.steps.add(lower.step)
+        upper.change_step(None, lower.step)
         upper.varying = lower.varying
 
     def check_integrity(self, nodes: list[TreeNode]) -> None:
@@ -275,11 +250,10 @@ class Labels:
         for node in nodes:
             children = node.children.values()
             steps = [*node.labels.values(), *(child.step for child in children if child.step is not None)]
-            counts = node.steps.counts if node.steps else Counter[float]()
-            if node.step != min(steps, default=None) or counts != Counter(steps):
+            if not node.has_steps(steps):
                 raise PlanError("priority", node.step, f"the least of {steps} is another one")
 
-    def _set(self, key: LabelKey, node: TreeNode, step: float) -> None:
+    def _set(self, key: Owner, node: TreeNode, step: float) -> None:
         old = node.labels.get(key)
         node.labels[key] = step
         _change(node, old, step, self._offer)
@@ -289,14 +263,6 @@ def _change(node: TreeNode | None, old: float | None, new: float | None, offer: 
     """Change one of a node's steps from `old` to `new` (None: there is none), upwards while a minimum changes."""
     while node is not None and node.parent is not None and old != new:
         before = node.step
-        steps = node.steps = node.steps or StepCounts()
-        if old is not None:
-            steps.remove(old)
-        if new is not None:
-            steps.add(new)
-        node.step = steps.least
-        if node.step is None:
-            node.steps = None
-        if node.step != before:
+        if node.change_step(old, new):
             offer(node)
         node, old, new = node.parent, before, node.step

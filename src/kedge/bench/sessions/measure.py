@@ -61,6 +61,10 @@ class NoCopier:
     def hurry(self, copy_id: int) -> None:
         """Do nothing: the copy has ended already."""
 
+    def cancel(self, copy_id: int) -> bool:  # noqa: ARG002
+        """Return False: the copy has ended already."""
+        return False
+
     def drain(self) -> list[Copied]:
         ended, self._ended = self._ended, []
         return ended

@@ -1,0 +1,130 @@
+"""Who needs KV again and how soon: agents their fixed prompts, sessions their histories (KVFlow, section 3.1).
+
+Every cache has one `Owners`, which all its tiers follow. What a tier evicts together is `Ranked`: a node of the radix
+tree, or vLLM's blocks with the same owners. Both take the least step of whoever needs them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
+
+from kedge.cache.copies import Outcome, Transfer
+from kedge.policies.prefetch import PREFETCH_JOBS, PREFETCH_WINDOW, Candidate, is_within
+from kedge.structures.heaps import StepCounts
+
+Owner = Hashable
+"""Who needs KV again: an agent whose fixed prompt it is (tenant, client, run, agent), or a session with its history"""
+Changes = Mapping[Any, tuple[float, float] | None]
+"""Owner -> (steps-to-execution, `inf` where unknown; probability), or None: nothing is known of it any more."""
+End = TypeVar("End")
+
+
+class Ranked:
+    """KV that is evicted together, as a policy sees it (`StepView`)."""
+
+    __slots__ = ("last_access", "step", "steps", "varying")
+
+    def __init__(self) -> None:
+        self.last_access = 0
+        self.steps: StepCounts | None = None
+        """The steps of those that need it; None where nobody is known to"""
+        self.step: float | None = None
+        """The least of them"""
+        self.varying = False
+        """Whether it follows a fixed prompt"""
+
+    def change_step(self, old: float | None, new: float | None) -> bool:
+        """Replace the step of one that needs it; None: it does not. Returns whether the least step changes."""
+        before = self.step
+        steps = self.steps = self.steps or StepCounts()
+        if old is not None:
+            steps.remove(old)
+        if new is not None:
+            steps.add(new)
+        self.step = steps.least
+        if self.step is None:
+            self.steps = None
+        return self.step != before
+
+    def has_steps(self, steps: Iterable[float]) -> bool:
+        """Return whether `steps` are those of all that need it."""
+        found = Counter(steps)
+        return self.step == min(found, default=None) and found == (self.steps.counts if self.steps else Counter())
+
+
+class Owners:
+    """The owners whose next run is known."""
+
+    def __init__(self) -> None:
+        self.next_runs: dict[Owner, tuple[float, float]] = {}
+        """Steps, with a probability"""
+        self.followers: list[Callable[[Owner, float | None, float | None], None]] = []
+        """Called with an owner whose step has changed, before and now; None where nothing is known of it"""
+
+    def step(self, owner: Owner | None) -> float | None:
+        """Return in how many steps an owner runs, or None."""
+        return self.next_runs[owner][0] if owner in self.next_runs else None
+
+    def on_forecast(self, changes: Changes) -> None:
+        """Take the changes of a forecast, or of sessions."""
+        for owner, next_run in changes.items():
+            old, new = self.step(owner), None if next_run is None else next_run[0]
+            if next_run is None:
+                self.next_runs.pop(owner, None)
+            else:
+                self.next_runs[owner] = next_run
+            if old != new:
+                for follow in self.followers:
+                    follow(owner, old, new)
+
+
+class Prefetcher(Generic[End]):
+    """Loads what is needed within the window and is on the host only, before a request asks for it (KVFlow, 3.2)."""
+
+    def __init__(
+        self,
+        owners: Owners,
+        end_of: Callable[[Owner], End | None],
+        lacking: Callable[[End, float], int],
+        load: Callable[[Candidate[End]], Transfer | None],
+    ) -> None:
+        """Take `end_of`, which returns the end of what an owner needs; `lacking`, which returns how many blocks would
+        be loaded of that, if it is needed in so many steps; and what loads a candidate, if there is room.
+        """
+        self._owners, self._end_of, self._lacking, self._load = owners, end_of, lacking, load
+        self.window, self.jobs = PREFETCH_WINDOW, PREFETCH_JOBS
+        """Steps within which is prefetched (benchmarks set it below 0), and how many at once"""
+        self.due = False
+        """Whether something has changed since the last look: a forecast, what is loaded, or who holds blocks"""
+        self._near: dict[Owner, Transfer | None] = {}
+        """Owners within the window, with the last load for them: where it failed they wait for their next step"""
+        owners.followers.append(self._follow)
+
+    def _follow(self, owner: Owner, _: float | None, step: float | None) -> None:
+        if is_within(step, self.window):
+            self._near[owner] = None
+            self.due = self.due or self._candidate(owner) is not None
+        else:
+            self._near.pop(owner, None)
+
+    def start(self, under_way: int) -> None:
+        """Load what has room, soonest first, where so many prefetches are `under_way`. What finds no room is tried
+        again when it is due. O(owners within the window).
+        """
+        if not self.due:
+            return
+        self.due, left = False, self.jobs - under_way
+        found = ((owner, self._candidate(owner)) for owner in (self._near if left > 0 else ()))
+        wanted = [(owner, candidate) for owner, candidate in found if candidate]
+        for owner, candidate in sorted(wanted, key=lambda pair: pair[1].order):
+            if left > 0 and self._lacking(candidate.node, candidate.step):  # it has not come with one before it
+                self._near[owner] = self._load(candidate)
+                left -= 1
+
+    def _candidate(self, owner: Owner) -> Candidate[End] | None:
+        last, (step, probability) = self._near[owner], self._owners.next_runs[owner]
+        end = None if last and last.outcome is Outcome.FAILED else self._end_of(owner)
+        blocks = 0 if end is None else self._lacking(end, step)
+        return None if end is None or not blocks else Candidate(end, step, probability, blocks)
