@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
@@ -106,6 +106,8 @@ class Transfer:
     purpose: Purpose
     demanded: bool = False
     """A request waits for it, or did before it landed."""
+    ends: list[Copied] = field(default_factory=list)
+    """Of the ranks that have finished"""
     outcome: Outcome | None = None
 
     @property
@@ -118,20 +120,25 @@ class Transfer:
         """Whether it goes from the host to the device."""
         return self.copy.direction is Direction.LOAD
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it brings nothing, on one rank at least."""
+        return not all(one.ok for one in self.ends)
+
 
 T = TypeVar("T", bound=Transfer)
 
 
 class Transfers(Generic[T]):
-    """What has been handed to the copier and has not ended."""
+    """What has been ordered and has not ended."""
 
-    def __init__(self, copier: Copier | None) -> None:
-        """Begin with none under way; without a copier there never is."""
-        self._copier, self._ids = copier, itertools.count()
+    def __init__(self, submit: Callable[[Copy], None], ranks: int = 1) -> None:
+        """Hand copies to `submit`. Each is done by so many `ranks`, a share of every block by each."""
+        self._submit, self._ranks, self._ids = submit, ranks, itertools.count()
         self._pending: dict[int, T] = {}
         self.cost = CostModel()
-        self.counted: Counter[str] = Counter()
-        """Of what has ended since the start, by the names of `CacheStats`"""
+        self.counters: Counter[str] = Counter()
+        """Since the start, by the names of `CacheStats`"""
 
     def new_copy(self, purpose: Purpose, sources: Sequence[int], targets: Sequence[int]) -> Copy:
         """Return a copy that has a number of its own."""
@@ -139,53 +146,35 @@ class Transfers(Generic[T]):
         return Copy(next(self._ids), direction, tuple(sources), tuple(targets))
 
     def begin(self, transfer: T) -> T:
-        """Hand a transfer to the copier."""
-        assert self._copier is not None
+        """Submit the copy of a transfer."""
         self._pending[transfer.copy.copy_id] = transfer
-        self._copier.submit(transfer.copy)
-        if transfer.purpose is Purpose.DEMAND:
-            self.promote(transfer)
+        self._submit(transfer.copy)
         return transfer
 
-    def promote(self, transfer: T) -> None:
-        """Move `transfer`, which a request waits for now, before all that no request waits for."""
-        if not transfer.demanded:
-            transfer.demanded = True
-            assert self._copier is not None
-            self._copier.hurry(transfer.copy.copy_id)
+    def drop(self, transfer: T) -> None:
+        """Forget a transfer that was taken back."""
+        del self._pending[transfer.copy.copy_id]
 
-    def cancel(self, transfer: T) -> bool:
-        """Take a transfer back that has not begun. Returns whether it was."""
-        assert self._copier is not None
-        is_cancelled = self._copier.cancel(transfer.copy.copy_id)
-        if is_cancelled:
-            del self._pending[transfer.copy.copy_id]
-        return is_cancelled
-
-    def drain(self) -> list[tuple[T, Copied]]:
-        """Return what has ended, and count it. Raises `PlanError` for a copy that was not under way."""
-        ended = []
-        for copied in self._copier.drain() if self._copier else ():
-            transfer = self._pending.pop(copied.copy_id, None)
-            if transfer is None:
-                raise PlanError("copy_id", copied.copy_id, "is not under way")
-            if not copied.ok:
-                self.counted["failed_copies"] += 1
-            elif transfer.is_load:
-                self.counted["blocks_loaded"] += transfer.blocks
-                self.cost.load.observe(transfer.blocks, copied.seconds)
-            else:
-                self.counted["blocks_offloaded"] += transfer.blocks
-            ended.append((transfer, copied))
-        return ended
+    def end(self, copied: Copied) -> T | None:
+        """Take the end of a copy on one rank. Returns its transfer once all have finished, and counts it. Raises
+        `PlanError` for a copy that is not under way.
+        """
+        transfer = self._pending.get(copied.copy_id)
+        if transfer is None:
+            raise PlanError("copy_id", copied.copy_id, "is not under way")
+        transfer.ends.append(copied)
+        if len(transfer.ends) < self._ranks:
+            return None
+        self.drop(transfer)
+        if transfer.has_failed:
+            self.counters["failed_copies"] += 1
+        elif transfer.is_load:
+            self.counters["blocks_loaded"] += transfer.blocks
+            self.cost.load.observe(transfer.blocks, max(one.seconds for one in transfer.ends))
+        else:
+            self.counters["blocks_offloaded"] += transfer.blocks
+        return transfer
 
     def pending(self, direction: Direction | None = None) -> list[T]:
         """Return what has not ended, of one direction or of both, in the order in which it was ordered."""
         return [one for one in self._pending.values() if direction in (None, one.copy.direction)]
-
-    def load_pays(self, blocks: int, tokens: int) -> bool:
-        """Return whether loading `blocks`, behind all loads that requests wait for, is faster than computing their
-        `tokens`, by what has been measured so far.
-        """
-        ahead = sum(one.blocks for one in self.pending(Direction.LOAD) if one.demanded)
-        return self.cost.load_pays(blocks, tokens, ahead)

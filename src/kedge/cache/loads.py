@@ -97,7 +97,7 @@ class Demands:
         for step in node.path_down():
             if step.state is State.LOADING and step.transfer not in demand.transfers:
                 assert step.transfer is not None
-                tiers.transfers.promote(step.transfer)
+                tiers.promote(step.transfer)
                 demand.transfers.append(step.transfer)
         blocks = sum(step.size for step in node.path_down() if step.state is State.HOST)
         if blocks and not tiers.load_pays(blocks):

@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 
-from kedge.cache.copies import Copier, CopyBeginning, Direction, Purpose
+from kedge.cache.copies import Copier, CopyBeginning, Direction, Outcome, Purpose
 from kedge.cache.loads import Demands, Readiness, Status, readiness_of
 from kedge.cache.node import DEVICE, HOST, NodeTransfer, State, Tier, TreeNode
-from kedge.cache.owners import Changes, Owner, Owners, Prefetcher
+from kedge.cache.owners import Changes, Owner, Prefetcher
 from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tiers import CacheStats, Tiers, missing
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
@@ -141,8 +141,7 @@ class CacheManager:
         self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, block_bytes)
         self._tree = self.tiers.tree
         self._demands = Demands(self.tiers)
-        self._owners = Owners()
-        self._owners.followers.append(self._on_step)
+        self._owners = self._tree.labels.owners
         self.prefetcher = Prefetcher(self._owners, self._tree.labels.nodes.get, self._lacking, self._prefetch)
         self._partial = PartialBlocks(self._tree, copy_beginning)
         self._held: dict[RequestId, Holding] = {}
@@ -213,11 +212,11 @@ class CacheManager:
         exact = len(shared) + copied
         if exact_limit > 0:
             counters = self.tiers.counters
-            counters.hits += exact > 0
-            counters.misses += exact == 0
-            counters.hit_tokens += exact
-            counters.copied_hit_tokens += copied
-            counters.missed_tokens += len(tokens) - exact
+            counters["hits"] += exact > 0
+            counters["misses"] += exact == 0
+            counters["hit_tokens"] += exact
+            counters["copied_hit_tokens"] += copied
+            counters["missed_tokens"] += len(tokens) - exact
         lease = Lease(request_id, (*hit, *new), exact, self._count_hit(node, copied))
         self._held[request_id] = Holding(lease, namespace, node, shared, set(new))
         self._demands.withdraw(request_id)
@@ -294,7 +293,7 @@ class CacheManager:
         """
         node, step = self._tree.end(namespace, tokens), self._owners.step(key)
         if node and step is not None:
-            self._tree.labels.put(key, node, step)
+            self._tree.labels.put(key, node)
             self._tree.offer(*self._tree.join_path(node))
         if node and backed_up:
             self.tiers.back_up(node)
@@ -311,24 +310,17 @@ class CacheManager:
             if not (transfer.demanded or is_within(transfer.end.step, self.prefetcher.window)):
                 self.tiers.cancel(transfer)
 
-    def _on_step(self, key: Owner, _: float | None, step: float | None) -> None:
-        if step is None:
-            self._tree.labels.drop(key)
-        else:
-            self._tree.labels.move(key, step)
-
     def pump(self) -> bool:
         """Land what has been copied, try denied demands again, prefetch, and hand new copies to the copier.
 
         Returns whether any copy has ended. Call this in every step, whatever the queue, and from time to time while
         nothing runs but copies do.
         """
-        ended = bool(self.tiers.drain())
-        self.prefetcher.due |= ended
+        ended = self.tiers.drain()
+        self.prefetcher.due |= any(one.outcome is not Outcome.FAILED for one in ended)
         if not self._demands.retry() and self.tiers.host_blocks:
-            under_way = sum(one.purpose is Purpose.PREFETCH for one in self.tiers.pending())
-            self.prefetcher.start(under_way)
-        return ended
+            self.prefetcher.start(self.tiers.pending())
+        return bool(ended)
 
     @property
     def version(self) -> int:
@@ -373,16 +365,14 @@ class CacheManager:
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the figures."""
-        tiers, counters, block_bytes = self.tiers, self.tiers.counters, self.tiers.block_bytes
-        counted = tiers.transfers.counted
+        tiers, counted, block_bytes = self.tiers, self.tiers.counters, self.tiers.block_bytes
         device, host = (pool.num_free for pool in tiers.pools)
         cached, host_cached = (tiers.tree.shares[tier].size for tier in Tier)
         loading, offloading = (len(tiers.in_flight(way)) for way in (Direction.LOAD, Direction.OFFLOAD))
         return replace(
-            deepcopy(counters),
-            blocks_loaded=counted["blocks_loaded"],
-            blocks_offloaded=counted["blocks_offloaded"],
-            failed_copies=counted["failed_copies"],
+            CacheStats(),
+            **counted,
+            transfers=deepcopy(tiers.ended),
             bytes_loaded=counted["blocks_loaded"] * block_bytes,
             bytes_offloaded=counted["blocks_offloaded"] * block_bytes,
             free_blocks=device,
@@ -503,9 +493,9 @@ class CacheManager:
             source, tokens = Source.DEVICE, step.size * self.block_size
             if step.arrival and step.arrival.demanded:
                 source = Source.HOST
-                self.tiers.counters.host_hit_tokens += tokens
+                self.tiers.counters["host_hit_tokens"] += tokens
             elif step.arrival:
-                self.tiers.counters.prefetched_hit_tokens += tokens
+                self.tiers.counters["prefetched_hit_tokens"] += tokens
             parts.append((source, tokens))
             self.tiers.hit(step)
         self._back_up_hits(node)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 from kedge.cache.copies import Transfer
-from kedge.cache.owners import Owner, Ranked
+from kedge.cache.owners import Owner, Owners, Ranked
 from kedge.errors import PlanError
 from kedge.policies.eviction import EvictionKey
 from kedge.structures.heaps import LazyHeap
@@ -81,8 +81,8 @@ class TreeNode(Ranked):
         self.locks = self.hits = 0
         self.wanted = 0
         """Requests that wait for this node and have not been admitted yet."""
-        self.labels: dict[Owner, float] = {}
-        """Owners whose fixed prompt or history ends here, with their steps-to-execution."""
+        self.labels: dict[Owner, None] = {}
+        """Owners whose fixed prompt or history ends here"""
         self.transfer: NodeTransfer | None = None
         self.arrival: NodeTransfer | None = None
         """The load that brought it to the device, until it is hit for the first time."""
@@ -147,11 +147,11 @@ class TreeNode(Ranked):
         return b"".join(step.key for step in self.path_down())
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, kw_only=True)
 class NodeTransfer(Transfer):
     """A copy of nodes, which go down one path; a split of one of them adds another."""
 
-    nodes: list[TreeNode] = field(default_factory=list)
+    nodes: list[TreeNode]
     live: int = 0
     """Nodes that it brought to the device and that are there unhit."""
 
@@ -188,38 +188,39 @@ class Labels:
 
     def __init__(self, offer: Callable[[TreeNode], None]) -> None:
         self._offer = offer
+        self.owners = Owners()
+        self.owners.followers.append(self._follow)
         self.nodes: dict[Owner, TreeNode] = {}
-        """The node that ends the fixed prompt of each key"""
+        """The node that ends what each owner needs"""
 
-    def put(self, key: Owner, node: TreeNode, step: float) -> None:
-        """Label `node`; the label that `key` had elsewhere goes."""
-        if self.nodes.get(key) is not node:
-            self.drop(key)
-            self.nodes[key] = node
-            for above in node.path():
-                above.varying = False
-            below = [] if node.labels else list(node.children.values())
-            while below:
-                one = below.pop()
-                if one.varying:
-                    continue
-                if one.step is None:
-                    one.varying = True
-                    self._offer(one)
-                below.extend(one.children.values())
-        self._set(key, node, step)
+    def put(self, key: Owner, node: TreeNode) -> None:
+        """Label `node` for an owner that has a step; the label that it had elsewhere goes."""
+        if self.nodes.get(key) is node:
+            return
+        self._follow(key, self.owners.step(key), None)
+        for above in node.path():
+            above.varying = False
+        below = [] if node.labels else list(node.children.values())
+        while below:
+            one = below.pop()
+            if one.varying:
+                continue
+            if one.step is None:
+                one.varying = True
+                self._offer(one)
+            below.extend(one.children.values())
+        self._set(key, node)
 
-    def move(self, key: Owner, step: float) -> TreeNode | None:
-        """Change the step of a label. Returns its node. O(depth)."""
-        node = self.nodes.get(key)
-        if node is not None:
-            self._set(key, node, step)
-        return node
+    def _set(self, key: Owner, node: TreeNode) -> None:
+        self.nodes[key], node.labels[key] = node, None
+        _change(node, None, self.owners.step(key), self._offer)
 
-    def drop(self, key: Owner) -> None:
-        """Forget the label of `key`, if it has one."""
-        if node := self.nodes.pop(key, None):
-            _change(node, node.labels.pop(key), None, self._offer)
+    def _follow(self, key: Owner, old: float | None, new: float | None) -> None:
+        """Change the step of a label; None: it goes. O(depth)."""
+        if node := self.nodes.get(key):
+            if new is None:
+                del self.nodes[key], node.labels[key]
+            _change(node, old, new, self._offer)
 
     def leave(self, node: TreeNode) -> None:
         """Let the labels of `node`, which has no children and is leaving the tree, end at its parent instead.
@@ -230,12 +231,11 @@ class Labels:
         assert parent is not None
         if node.step is not None:
             _change(parent, node.step, None, self._offer)
-        for key, step in labels.items():
+        for key in labels:
             if parent.parent is None:
                 del self.nodes[key]
             else:
-                self.nodes[key] = parent
-                self._set(key, parent, step)
+                self._set(key, parent)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Let `upper`, which was put above `lower`, take its step. Labels mark an end, so they stay on `lower`."""
@@ -249,14 +249,10 @@ class Labels:
             raise PlanError("labels", found, "are not where they are said to be")
         for node in nodes:
             children = node.children.values()
-            steps = [*node.labels.values(), *(child.step for child in children if child.step is not None)]
+            steps = [self.owners.next_runs[key][0] for key in node.labels]
+            steps += [child.step for child in children if child.step is not None]
             if not node.has_steps(steps):
                 raise PlanError("priority", node.step, f"the least of {steps} is another one")
-
-    def _set(self, key: Owner, node: TreeNode, step: float) -> None:
-        old = node.labels.get(key)
-        node.labels[key] = step
-        _change(node, old, step, self._offer)
 
 
 def _change(node: TreeNode | None, old: float | None, new: float | None, offer: Callable[[TreeNode], None]) -> None:

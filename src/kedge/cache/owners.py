@@ -7,10 +7,10 @@ tree, or vLLM's blocks with the same owners. Both take the least step of whoever
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
-from kedge.cache.copies import Outcome, Transfer
+from kedge.cache.copies import Purpose, Transfer
 from kedge.policies.prefetch import PREFETCH_JOBS, PREFETCH_WINDOW, Candidate, is_within
 from kedge.structures.heaps import StepCounts
 
@@ -88,7 +88,7 @@ class Prefetcher(Generic[End]):
         owners: Owners,
         end_of: Callable[[Owner], End | None],
         lacking: Callable[[End, float], int],
-        load: Callable[[Candidate[End]], Transfer | None],
+        load: Callable[[Candidate[End]], object],
     ) -> None:
         """Take `end_of`, which returns the end of what an owner needs; `lacking`, which returns how many blocks would
         be loaded of that, if it is needed in so many steps; and what loads a candidate, if there is room.
@@ -97,9 +97,10 @@ class Prefetcher(Generic[End]):
         self.window, self.jobs = PREFETCH_WINDOW, PREFETCH_JOBS
         """Steps within which is prefetched (benchmarks set it below 0), and how many at once"""
         self.due = False
-        """Whether something has changed since the last look: a forecast, what is loaded, or who holds blocks"""
-        self._near: dict[Owner, Transfer | None] = {}
-        """Owners within the window, with the last load for them: where it failed they wait for their next step"""
+        """Whether something has changed since the last look: a forecast, what is loaded, or who holds blocks. A copy
+        that failed changes nothing: what cannot be copied would be tried again without end."""
+        self._near: dict[Owner, None] = {}
+        """Owners within the window"""
         owners.followers.append(self._follow)
 
     def _follow(self, owner: Owner, _: float | None, step: float | None) -> None:
@@ -109,22 +110,24 @@ class Prefetcher(Generic[End]):
         else:
             self._near.pop(owner, None)
 
-    def start(self, under_way: int) -> None:
-        """Load what has room, soonest first, where so many prefetches are `under_way`. What finds no room is tried
-        again when it is due. O(owners within the window).
+    def left(self, pending: Iterable[Transfer]) -> int:
+        """Return how many prefetches may begin while these transfers are `pending`."""
+        return max(0, self.jobs - sum(one.purpose is Purpose.PREFETCH for one in pending))
+
+    def start(self, pending: Iterable[Transfer], among: Container[Owner] | None = None) -> None:
+        """Load what has room, soonest first, while these transfers are `pending`: of some owners, or of all. What finds
+        no room is tried again when it is due. O(owners within the window).
         """
         if not self.due:
             return
-        self.due, left = False, self.jobs - under_way
-        found = ((owner, self._candidate(owner)) for owner in (self._near if left > 0 else ()))
-        wanted = [(owner, candidate) for owner, candidate in found if candidate]
-        for owner, candidate in sorted(wanted, key=lambda pair: pair[1].order):
-            if left > 0 and self._lacking(candidate.node, candidate.step):  # it has not come with one before it
-                self._near[owner] = self._load(candidate)
+        self.due, left = False, self.left(pending)
+        near = [owner for owner in self._near if among is None or owner in among] if left else []
+        for candidate in sorted(filter(None, map(self._candidate, near)), key=lambda one: one.order):
+            if left and self._lacking(candidate.node, candidate.step):  # it has not come with one before it
+                self._load(candidate)
                 left -= 1
 
     def _candidate(self, owner: Owner) -> Candidate[End] | None:
-        last, (step, probability) = self._near[owner], self._owners.next_runs[owner]
-        end = None if last and last.outcome is Outcome.FAILED else self._end_of(owner)
+        end, (step, probability) = self._end_of(owner), self._owners.next_runs[owner]
         blocks = 0 if end is None else self._lacking(end, step)
         return None if end is None or not blocks else Candidate(end, step, probability, blocks)

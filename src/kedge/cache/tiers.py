@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import cast
 
 from kedge.cache.block_pool import BlockPool
 from kedge.cache.copies import Copier, Direction, Outcome, Purpose, Transfers
@@ -109,8 +110,10 @@ class Tiers:
         self.tree = RadixTree(block_size, policy)
         self.pools = BlockPool(num_blocks), BlockPool(self.host_blocks)
         """By tier: which blocks are free"""
-        self.counters = CacheStats()
-        self.transfers: Transfers[NodeTransfer] = Transfers(copier)
+        self._copier = cast("Copier", copier)  # without one there is no host tier, and nothing is copied
+        self.transfers: Transfers[NodeTransfer] = Transfers(lambda copy: self._copier.submit(copy))
+        self.counters = self.transfers.counters
+        self.ended = _no_transfers()
         self.limits: dict[TenantId, int] = {}
         """Host blocks that a tenant may have; no limit for one that is not in it"""
         self._waiting: dict[TreeNode, None] = {}
@@ -130,9 +133,9 @@ class Tiers:
     def _evict(self, tier: Tier, n: int, allowed: Allowed | None, tenant: TenantId | None = None) -> None:
         self.release(self.tree.evict(tier, n, allowed, tenant))
         if tier is DEVICE:
-            self.counters.evictions += n
+            self.counters["evictions"] += n
         else:
-            self.counters.host_evictions += n
+            self.counters["host_evictions"] += n
 
     def release(self, removed: Iterable[Removed]) -> None:
         """Free the blocks that left the tree."""
@@ -159,13 +162,16 @@ class Tiers:
         """Record how a transfer ended; the first outcome stands."""
         if transfer.outcome is None:
             transfer.outcome = outcome
-            self.counters.transfers[transfer.purpose.value][outcome.value] += 1
+            self.ended[transfer.purpose.value][outcome.value] += 1
 
     # copies to either tier ------------------------------------------------------------------------------------
 
     def load_pays(self, blocks: int) -> bool:
-        """Return whether loading so many blocks is faster than computing them."""
-        return self.transfers.load_pays(blocks, blocks * self.tree.block_size)
+        """Return whether loading so many blocks, behind all that requests wait for, is faster than computing them, by
+        what has been measured so far.
+        """
+        ahead = sum(one.blocks for one in self.transfers.pending(Direction.LOAD) if one.demanded)
+        return self.transfers.cost.load_pays(blocks, blocks * self.tree.block_size, ahead)
 
     def load(self, node: TreeNode, purpose: Purpose, allowed: Allowed) -> NodeTransfer | None:
         """Queue the load of what `missing(node)` finds, if there is room on the device. Returns None, having changed
@@ -179,7 +185,7 @@ class Tiers:
         with suppress(OutOfBlocks):
             targets = self.allocate(DEVICE, needed, allowed=allowed)
         if targets is None:
-            self.counters.denied_loads += 1
+            self.counters["denied_loads"] += 1
             self.tree.unlock(nodes[-1])
             return None
         return self._begin(purpose, nodes, HOST, targets)
@@ -189,7 +195,16 @@ class Tiers:
         transfer = NodeTransfer(self.transfers.new_copy(purpose, sources, targets), purpose, nodes=nodes)
         for node in nodes:
             node.transfer = transfer
-        return self.transfers.begin(transfer)
+        self.transfers.begin(transfer)
+        if purpose is Purpose.DEMAND:
+            self.promote(transfer)
+        return transfer
+
+    def promote(self, transfer: NodeTransfer) -> None:
+        """Move a transfer, which a request waits for now, before all that no request waits for."""
+        if not transfer.demanded:
+            transfer.demanded = True
+            self._copier.hurry(transfer.copy.copy_id)
 
     def back_up(self, node: TreeNode) -> None:
         """Queue a copy to the host of what it lacks on the path to `node`: once, and only if there is room.
@@ -207,7 +222,7 @@ class Tiers:
         try:
             targets = self._room_for(node, sum(step.size for step in nodes))
         except OutOfBlocks:
-            self.counters.skipped_backups += 1
+            self.counters["skipped_backups"] += 1
             self.tree.unlock(node)
             return
         self._begin(Purpose.BACKUP, nodes, DEVICE, targets)
@@ -229,8 +244,9 @@ class Tiers:
 
     def cancel(self, transfer: NodeTransfer) -> bool:
         """End a transfer that has not begun, and the loads that depend on it. Returns whether it was cancelled."""
-        if not self.transfers.cancel(transfer):
+        if not self._copier.cancel(transfer.copy.copy_id):
             return False
+        self.transfers.drop(transfer)
         self._end(transfer, Outcome.CANCELLED)
         self._settle(transfer, keep=False)
         self._cancel_orphans()
@@ -252,22 +268,23 @@ class Tiers:
     def drain(self) -> list[NodeTransfer]:
         """Land what has been copied. Returns the transfers that ended."""
         ended = []
-        for transfer, copied in self.transfers.drain():
-            if copied.ok and transfer.is_load:
+        copied = self._copier.drain() if self.host_blocks else ()
+        for transfer in filter(None, map(self.transfers.end, copied)):
+            if transfer.is_load and not transfer.has_failed:
                 self._landed.append(transfer)
-                continue
-            self._land(transfer, copied.ok)
-            ended.append(transfer)
+            else:
+                self._land(transfer)
+                ended.append(transfer)
         while ready := next((one for one in self._landed if one.nodes[0].above is not State.LOADING), None):
             self._landed.remove(ready)
-            self._land(ready, ok=True)
+            self._land(ready)
             ended.append(ready)
         return ended
 
-    def _land(self, transfer: NodeTransfer, ok: bool) -> None:
-        if not ok:
+    def _land(self, transfer: NodeTransfer) -> None:
+        if transfer.has_failed:
             self._end(transfer, Outcome.FAILED)
-        self._settle(transfer, ok)
+        self._settle(transfer, not transfer.has_failed)
         if not transfer.is_load:
             self._end(transfer, Outcome.COMPLETED)
             waiting, self._waiting = self._waiting, {}
