@@ -17,7 +17,7 @@ fixed prompt that ends within a block, that block may enter the tree for its beg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -26,13 +26,13 @@ from operator import itemgetter
 
 from kedge.cache.copies import Copier, CopyBeginning, Direction, Outcome, Purpose
 from kedge.cache.loads import Demands, Readiness, Status, readiness_of
-from kedge.cache.node import DEVICE, HOST, NodeTransfer, State, Tier, TreeNode
+from kedge.cache.node import DEVICE, HOST, State, Tier, TreeNode
 from kedge.cache.owners import Changes, Owner, Prefetcher
 from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tiers import CacheStats, Tiers, missing
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
-from kedge.policies.eviction import EvictionPolicy, lru
-from kedge.policies.prefetch import Candidate, is_awaited, is_within, may_replace
+from kedge.policies.eviction import EvictionPolicy, StepView, lru
+from kedge.policies.prefetch import is_awaited, is_within, may_replace
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, Source, Span, TenantId
 
@@ -142,7 +142,7 @@ class CacheManager:
         self._tree = self.tiers.tree
         self._demands = Demands(self.tiers)
         self._owners = self._tree.labels.owners
-        self.prefetcher = Prefetcher(self._owners, self._tree.labels.nodes.get, self._lacking, self._prefetch)
+        self.prefetcher = Prefetcher(self._owners, self._lacking, self._prefetch, self.tiers.settings.unlabelled_step)
         self._partial = PartialBlocks(self._tree, copy_beginning)
         self._held: dict[RequestId, Holding] = {}
 
@@ -516,20 +516,17 @@ class CacheManager:
 
     # prefetches -----------------------------------------------------------------------------------------------
 
-    def _lacking(self, node: TreeNode, step: float) -> int:
-        """Return how many blocks a prefetch of what ends at `node` would load: none unless its end is on the host only,
-        and not on its way.
+    def _lacking(self, key: Owner) -> int:
+        """Return how many blocks a prefetch for a key would load: none unless its label is on the host only, and not on
+        its way.
         """
-        if node.state is not State.HOST:
+        node = self._tree.labels.nodes.get(key)
+        if node is None or node.state is not State.HOST:
             return 0
         blocks = sum(one.size for one in missing(node))
         # A request waits that had better compute its prompt where that takes less time: nothing hides the load.
-        return blocks if not is_awaited(step) or self.tiers.load_pays(blocks) else 0
+        return blocks if not is_awaited(self._owners.step(key)) or self.tiers.load_pays(blocks) else 0
 
-    def _prefetch(self, candidate: Candidate[TreeNode]) -> NodeTransfer | None:
-        unlabelled = self.tiers.settings.unlabelled_step
-
-        def may_go(victim: TreeNode) -> bool:
-            return not victim.wanted and candidate.may_replace(victim, unlabelled)
-
-        return self.tiers.load(candidate.node, Purpose.PREFETCH, may_go)
+    def _prefetch(self, key: Owner, may_evict: Callable[[StepView], bool]) -> None:
+        node = self._tree.labels.nodes[key]
+        self.tiers.load(node, Purpose.PREFETCH, lambda victim: not victim.wanted and may_evict(victim))

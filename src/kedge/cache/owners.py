@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any
 
 from kedge.cache.copies import Purpose, Transfer
-from kedge.policies.prefetch import PREFETCH_JOBS, PREFETCH_WINDOW, Candidate, is_within
+from kedge.policies.eviction import StepView
+from kedge.policies.prefetch import PREFETCH_JOBS, PREFETCH_WINDOW, is_within, may_replace
 from kedge.structures.heaps import StepCounts
 
 Owner = Hashable
 """Who needs KV again: an agent whose fixed prompt it is (tenant, client, run, agent), or a session with its history"""
 Changes = Mapping[Any, tuple[float, float] | None]
 """Owner -> (steps-to-execution, `inf` where unknown; probability), or None: nothing is known of it any more."""
-End = TypeVar("End")
 
 
 class Ranked:
@@ -70,30 +71,30 @@ class Owners:
     def on_forecast(self, changes: Changes) -> None:
         """Take the changes of a forecast, or of sessions."""
         for owner, next_run in changes.items():
-            old, new = self.step(owner), None if next_run is None else next_run[0]
+            old = self.step(owner)
             if next_run is None:
                 self.next_runs.pop(owner, None)
             else:
                 self.next_runs[owner] = next_run
-            if old != new:
+            if (new := self.step(owner)) != old:
                 for follow in self.followers:
                     follow(owner, old, new)
 
 
-class Prefetcher(Generic[End]):
+class Prefetcher:
     """Loads what is needed within the window and is on the host only, before a request asks for it (KVFlow, 3.2)."""
 
     def __init__(
         self,
         owners: Owners,
-        end_of: Callable[[Owner], End | None],
-        lacking: Callable[[End, float], int],
-        load: Callable[[Candidate[End]], object],
+        lacking: Callable[[Owner], int],
+        load: Callable[[Owner, Callable[[StepView], bool]], object],
+        unlabelled_step: float,
     ) -> None:
-        """Take `end_of`, which returns the end of what an owner needs; `lacking`, which returns how many blocks would
-        be loaded of that, if it is needed in so many steps; and what loads a candidate, if there is room.
+        """Take `lacking`, which returns how many blocks a prefetch for an owner would load, and `load`, which loads
+        them if there is room, or what its second argument accepts may go for that.
         """
-        self._owners, self._end_of, self._lacking, self._load = owners, end_of, lacking, load
+        self._owners, self._lacking, self._load, self._unlabelled_step = owners, lacking, load, unlabelled_step
         self.window, self.jobs = PREFETCH_WINDOW, PREFETCH_JOBS
         """Steps within which is prefetched (benchmarks set it below 0), and how many at once"""
         self.due = False
@@ -106,7 +107,7 @@ class Prefetcher(Generic[End]):
     def _follow(self, owner: Owner, _: float | None, step: float | None) -> None:
         if is_within(step, self.window):
             self._near[owner] = None
-            self.due = self.due or self._candidate(owner) is not None
+            self.due = self.due or self._lacking(owner) > 0
         else:
             self._near.pop(owner, None)
 
@@ -115,19 +116,27 @@ class Prefetcher(Generic[End]):
         return max(0, self.jobs - sum(one.purpose is Purpose.PREFETCH for one in pending))
 
     def start(self, pending: Iterable[Transfer], among: Container[Owner] | None = None) -> None:
-        """Load what has room, soonest first, while these transfers are `pending`: of some owners, or of all. What finds
-        no room is tried again when it is due. O(owners within the window).
+        """Load for some owners, or for all, while these transfers are `pending`: soonest first, then likeliest, then
+        smallest. What finds no room is tried again when it is due. O(owners within the window).
         """
         if not self.due:
             return
         self.due, left = False, self.left(pending)
         near = [owner for owner in self._near if among is None or owner in among] if left else []
-        for candidate in sorted(filter(None, map(self._candidate, near)), key=lambda one: one.order):
-            if left and self._lacking(candidate.node, candidate.step):  # it has not come with one before it
-                self._load(candidate)
+        found = {owner: blocks for owner in near if (blocks := self._lacking(owner))}
+
+        def order(owner: Owner) -> tuple[float, ...]:
+            step, probability = self._owners.next_runs[owner]
+            return step, -probability, found[owner]
+
+        for owner in sorted(found, key=order):
+            if left and self._lacking(owner):  # it has not come with one before it
+                self._load(owner, self.may_evict(owner))
                 left -= 1
 
-    def _candidate(self, owner: Owner) -> Candidate[End] | None:
-        end, (step, probability) = self._end_of(owner), self._owners.next_runs[owner]
-        blocks = 0 if end is None else self._lacking(end, step)
-        return None if end is None or not blocks else Candidate(end, step, probability, blocks)
+    def may_evict(self, owner: Owner | None) -> Callable[[StepView], bool]:
+        """Return what a load for an owner may evict: what is needed later; for one without a step, everything."""
+        if owner not in self._owners.next_runs:
+            return lambda _: True
+        step, odds = self._owners.next_runs[owner]
+        return partial(may_replace, step=step, virtual_step=self._unlabelled_step, probability=odds)

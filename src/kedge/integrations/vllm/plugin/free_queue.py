@@ -154,8 +154,7 @@ class StepFreeQueue:
     def _evict(self, most: int) -> list[Any]:
         """Take up to `most` blocks of the set that goes first: those that were freed with its oldest."""
         owners = self._heap.peek()
-        if owners is None:
-            raise PlanError("free blocks", 0, "no owner set has any")
+        assert owners is not None
         free, is_whole, count = owners.free, owners.stamp is not None, min(most, len(owners.free))
         if not is_whole and count > 1:
             stamps, oldest = self._stamps, self._oldest(owners)
@@ -189,13 +188,10 @@ class StepFreeQueue:
     def set_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Evict by `policy` from now on. Returns the policy before. O(owner sets)."""
         before, self._policy = self._policy, policy
-        self._rank_again(self.sets())
-        return before
-
-    def _rank_again(self, sets: Iterable[OwnerSet]) -> None:
-        for owners in sets:
+        for owners in self.sets():
             if owners.free:
                 self._heap.push(owners)
+        return before
 
     # owners ---------------------------------------------------------------------------------------------------
 
@@ -213,10 +209,11 @@ class StepFreeQueue:
 
     def _follow(self, owner: Owner, old: float | None, new: float | None) -> None:
         """Take the new step of an owner: O(its sets). None: it owns nothing any more."""
-        if new is None:
-            self._disown(owner, old)
-        else:
-            self._rank_again(one for one in self._by_owner.get(owner, ()) if one.change_step(old, new))
+        for owners in self._by_owner.pop(owner, ()) if new is None else self._by_owner.get(owner, ()):
+            if new is None:
+                owners.owners.discard(owner)
+            if owners.change_step(old, new) and owners.free:
+                self._heap.push(owners)
 
     def own(self, block_ids: Iterable[int], owner: Owner) -> None:
         """Mark blocks that are in use as part of what `owner` needs again: a fixed prompt, or a history.
@@ -297,13 +294,7 @@ class StepFreeQueue:
         """Let an owner, whose step stays known, own nothing: blocks without other owners compete like unowned ones from
         now on. O(its sets).
         """
-        self._disown(owner, self.owners.step(owner))
-
-    def _disown(self, owner: Owner, step: float | None) -> None:
-        for owners in self._by_owner.pop(owner, set()):
-            owners.owners.discard(owner)
-            if owners.change_step(step, None):
-                self._rank_again((owners,))
+        self._follow(owner, self.owners.step(owner), None)
 
     def forget_blocks(self) -> None:
         """Drop the KV and the owners of all blocks: the prefix cache was emptied."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -20,7 +19,7 @@ from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.owners import AgentPrompts
 from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.policies.eviction import StepView, distance
-from kedge.policies.prefetch import COPY_JOBS, MAX_WAIT_S, Candidate, is_awaited, may_replace
+from kedge.policies.prefetch import COPY_JOBS, MAX_WAIT_S, is_awaited
 from kedge.policies.sessions import SessionKey
 from kedge.settings import TierSettings
 from kedge.structures.prefixes import first_of
@@ -39,13 +38,13 @@ class HostLoads:
     ) -> None:
         """`is_trusted` returns whether sessions, and not LRU, rule the device."""
         self.tier, self._prompts = tier, prompts
-        self._histories: OrderedDict[Owner, Sequence[BlockHash]] = OrderedDict()
+        self._histories: dict[Owner, Sequence[BlockHash]] = {}
         """Of sessions, oldest first; as many blocks in all as the host has"""
         self._remembered = 0
         """Blocks of the histories"""
         self.settings, self._block_size, self._is_trusted = settings, block_size, is_trusted
         tier.owners.followers.append(self._follow)
-        self.prefetcher = Prefetcher(tier.owners, self._end_of, self._lacking, self._prefetch)
+        self.prefetcher = Prefetcher(tier.owners, self._lacking, self._prefetch, settings.unlabelled_step)
         self._wanting: list[LiveRequest] = []
         """Requests that wait for a load which is not ordered yet, in the order in which vLLM came to them"""
 
@@ -56,9 +55,7 @@ class HostLoads:
 
     def counters(self) -> Counter[str]:
         """Return what was counted since the start."""
-        counted = Counter(self.tier.counters)
-        counted["host_evictions"] = sum(self.tier.queue.evicted.values())
-        return counted
+        return self.tier.counters + Counter(host_evictions=self.tier.queue.evicted.total())
 
     def look_again(self) -> None:
         """Look for prefetches in this step: requests have changed, or what is on the device."""
@@ -172,20 +169,13 @@ class HostLoads:
                 live.computes = True
                 self.tier.counters["loads_that_do_not_pay"] += 1
                 continue
-            may_evict = self._may_evict(live.session if place else None)
+            may_evict = self.prefetcher.may_evict(live.session if place else None)
             if not self.tier.load(hashes, Purpose.DEMAND, live.session, may_evict) and not place:
                 live.computes = self._is_impatient(live) or (idle and not self.tier.busy)
 
     def _needed(self, live: LiveRequest) -> Sequence[BlockHash]:
         """Return the hashes of the blocks that a request does not compute: all but the one with its last token."""
         return first_of(live.request.block_hashes, (live.request.num_tokens - 1) // self._block_size)
-
-    def _may_evict(self, owner: Owner | None) -> Callable[[StepView], bool]:
-        """Return what a session's load may evict: what is needed later. A load without an owner may evict all."""
-        step = self.tier.owners.step(owner)
-        if step is None:
-            return lambda _: True
-        return partial(may_replace, step=step, virtual_step=self.settings.unlabelled_step)
 
     def _load_ahead(self, waiting: Sequence[LiveRequest]) -> None:
         """Load what the next sessions in the queue have on the host, before vLLM looks at them. Then what is needed
@@ -195,28 +185,26 @@ class HostLoads:
         for live in itertools.islice(sessions, self.prefetcher.left(self.tier.transfers.pending())):
             hashes = self._needed(live)
             if self.cached_blocks(hashes)[1]:
-                may_evict = self._may_evict(live.session)
+                may_evict = self.prefetcher.may_evict(live.session)
                 live.is_ahead = self.tier.load(hashes, Purpose.PREFETCH, live.session, may_evict) is not None
         among = self._prompts.prompts if waiting or not self._is_trusted() else None
         self.prefetcher.start(self.tier.transfers.pending(), among)
 
-    def _end_of(self, owner: Any) -> tuple[Owner, Sequence[BlockHash]] | None:
+    def _needs(self, owner: Any) -> Sequence[BlockHash]:
         """Return what an owner needs: a fixed prompt, or the history of a session none of whose requests waits."""
         is_idle = not is_awaited(self.tier.owners.step(owner))
-        hashes = self._prompts.prompts.get(owner) or (self._histories.get(owner) if is_idle else None)
-        return (owner, hashes) if hashes else None
+        return self._prompts.prompts.get(owner) or (self._histories.get(owner) if is_idle else None) or ()
 
-    def _lacking(self, end: tuple[Owner, Sequence[BlockHash]], _: float) -> int:
+    def _lacking(self, owner: Owner) -> int:
         """Return how many blocks a prefetch would load. Nobody waits for it, so that it pays."""
-        if has_end(self.tier.device, end[1]):  # tails are evicted first, so that all of it is there
+        hashes = self._needs(owner)
+        if has_end(self.tier.device, hashes):  # tails are evicted first, so that all of it is there
             return 0
-        first, stop = self.tier.extent(end[1])
+        first, stop = self.tier.extent(hashes)
         return stop - first
 
-    def _prefetch(self, candidate: Candidate[tuple[Owner, Sequence[BlockHash]]]) -> None:
-        owner, hashes = candidate.node
-        may_evict = partial(candidate.may_replace, virtual_step=self.settings.unlabelled_step)
-        self.tier.load(hashes, Purpose.PREFETCH, owner, may_evict)
+    def _prefetch(self, owner: Owner, may_evict: Callable[[StepView], bool]) -> None:
+        self.tier.load(self._needs(owner), Purpose.PREFETCH, owner, may_evict)
 
     def on_reports(self, copies: Iterable[Copied], computed: tuple[int, float]) -> None:
         """Take the ends of copies on all ranks, and how many tokens they computed in how many seconds."""

@@ -31,7 +31,6 @@ from kedge.integrations.vllm.plugin.block_pools import (
     own_known,
     replace_queue,
 )
-from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.settings import OTHERS
 from kedge.policies.eviction import EvictionPolicy, StepView
 from kedge.settings import QuotaSettings
@@ -246,10 +245,10 @@ class HostTier:
         if first == stop:
             return None
         above, needed, sources = self._split(hashes[:stop])
-        blocks, targets = len(sources), list[KVCacheBlock]()
-        if sources and self._room(self.device, blocks, may_evict) == blocks:
+        blocks, targets, queue = len(sources), list[KVCacheBlock](), self.device.free_block_queue
+        if sources and queue.room(blocks, may_evict) == blocks:
             self.device.touch(above)
-            if self._room(self.device, blocks, may_evict) == blocks:
+            if queue.room(blocks, may_evict) == blocks:
                 targets = self.device.get_new_blocks(blocks)
             else:
                 self.device.free_blocks(reversed(above))
@@ -269,8 +268,7 @@ class HostTier:
         may evict others, and while backups hold one of `SHARE` device blocks at most.
         """
         sources, needed = self._lacking(hashes, start, self.device.num_gpu_blocks // SHARE - len(self._backing_up))
-        room = self._within_quota(owner, len(sources), may_evict)
-        room = self._room(self.host, room, may_evict)
+        room = self.queue.room(self._within_quota(owner, len(sources), may_evict), may_evict)
         if room < len(sources):
             self.counters["skipped_backups"] += 1
             sources = sources[:room]
@@ -303,11 +301,6 @@ class HostTier:
         """Count host blocks without KV to no tenant."""
         if self.quotas:
             self.quotas.take((block.block_id for block in blocks if block.block_hash is None), None)
-
-    @staticmethod
-    def _room(pool: BlockPool, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
-        queue: StepFreeQueue = pool.free_block_queue
-        return queue.room(min(blocks, queue.num_free_blocks), may_evict)
 
     def _begin(
         self,
