@@ -75,8 +75,7 @@ class Copied:
 
 
 class Copier(Protocol):
-    """Carries out copies, on another thread, stream or process; all methods are called by the thread that owns the
-    cache.
+    """Carries out copies, on another thread or stream. All calls come from the thread that owns the cache.
 
     Every submitted copy ends exactly once, in any order, as `ok` or not, unless it is cancelled. A copy has to come
     after all work on its blocks that was started before `submit` (the passes that wrote its sources, or that still read
@@ -91,8 +90,9 @@ class Copier(Protocol):
         as the copier can. Unknown ids are ignored: the copy may just have ended.
         """
 
-    def cancel(self, copy_id: int) -> bool:
+    def cancel(self, copy_id: int) -> bool:  # noqa: ARG002
         """Drop a copy that has not begun, which then never ends. Returns whether it was dropped."""
+        return False
 
     def drain(self) -> list[Copied]:
         """Return what has ended since the last call. Does not wait."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -181,10 +180,9 @@ class Tiers:
         if not nodes:
             return None
         self.tree.lock_path(nodes[-1])
-        needed, targets = sum(step.size for step in nodes), None
-        with suppress(OutOfBlocks):
-            targets = self.allocate(DEVICE, needed, allowed=allowed)
-        if targets is None:
+        try:
+            targets = self.allocate(DEVICE, sum(step.size for step in nodes), allowed=allowed)
+        except OutOfBlocks:
             self.counters["denied_loads"] += 1
             self.tree.unlock(nodes[-1])
             return None

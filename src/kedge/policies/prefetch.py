@@ -12,7 +12,7 @@ behind it"""
 PREFETCH_JOBS = 4
 """Prefetches that may be queued or under way, so that what is forecast for later does not delay what is next"""
 COPY_JOBS = 2
-"""Copies that may be under way in each direction: one is copied while the next is prepared"""
+"""Loads under way from which on requests of vLLM behind the first wait: one is copied while the next is prepared"""
 MAX_WAIT_S = 10.0
 """Seconds that a request waits for KV from the host; then it computes what it lacks. A bound for safety: loads pay"""
 
