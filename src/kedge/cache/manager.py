@@ -26,7 +26,7 @@ from operator import itemgetter
 
 from kedge.cache.copies import Copier, CopyBeginning, Direction, Outcome, Purpose
 from kedge.cache.loads import Demands, Readiness, Status, readiness_of
-from kedge.cache.node import DEVICE, HOST, State, Tier, TreeNode
+from kedge.cache.node import DEVICE, HOST, Tier, TreeNode
 from kedge.cache.owners import Changes, Owner, Prefetcher
 from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tiers import CacheStats, Tiers, missing
@@ -305,7 +305,6 @@ class CacheManager:
     def on_forecast(self, changes: Changes) -> None:
         """Take the changes of the forecast. O(changed keys x depth of their labels)."""
         self._owners.on_forecast(changes)
-        self.prefetcher.due = True
         for transfer in self.tiers.transfers.pending(Direction.LOAD):
             if not (transfer.demanded or is_within(transfer.end.step, self.prefetcher.window)):
                 self.tiers.cancel(transfer)
@@ -521,7 +520,7 @@ class CacheManager:
         its way.
         """
         node = self._tree.labels.nodes.get(key)
-        if node is None or node.state is not State.HOST:
+        if node is None or node.blocks[DEVICE] or node.transfer:
             return 0
         blocks = sum(one.size for one in missing(node))
         # A request waits that had better compute its prompt where that takes less time: nothing hides the load.

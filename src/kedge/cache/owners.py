@@ -97,9 +97,10 @@ class Prefetcher:
         self._owners, self._lacking, self._load, self._unlabelled_step = owners, lacking, load, unlabelled_step
         self.window, self.jobs = PREFETCH_WINDOW, PREFETCH_JOBS
         """Steps within which is prefetched (benchmarks set it below 0), and how many at once"""
-        self.due = False
+        self.due = self._denied = False
         """Whether something has changed since the last look: a forecast, what is loaded, or who holds blocks. A copy
-        that failed changes nothing: what cannot be copied would be tried again without end."""
+        that failed changes nothing: what cannot be copied would be tried again without end. And whether there was no
+        room for all then."""
         self._near: dict[Owner, None] = {}
         """Owners within the window"""
         owners.followers.append(self._follow)
@@ -110,6 +111,7 @@ class Prefetcher:
             self.due = self.due or self._lacking(owner) > 0
         else:
             self._near.pop(owner, None)
+        self.due |= self._denied
 
     def left(self, pending: Iterable[Transfer]) -> int:
         """Return how many prefetches may begin while these transfers are `pending`."""
@@ -122,8 +124,8 @@ class Prefetcher:
         if not self.due:
             return
         self.due, left = False, self.left(pending)
-        near = [owner for owner in self._near if among is None or owner in among] if left else []
-        found = {owner: blocks for owner in near if (blocks := self._lacking(owner))}
+        near = self._near if among is None else filter(among.__contains__, self._near)
+        found = {owner: blocks for owner in near if left and (blocks := self._lacking(owner))}
 
         def order(owner: Owner) -> tuple[float, ...]:
             step, probability = self._owners.next_runs[owner]
@@ -133,6 +135,7 @@ class Prefetcher:
             if left and self._lacking(owner):  # it has not come with one before it
                 self._load(owner, self.may_evict(owner))
                 left -= 1
+        self._denied = any(map(self._lacking, found))
 
     def may_evict(self, owner: Owner | None) -> Callable[[StepView], bool]:
         """Return what a load for an owner may evict: what is needed later; for one without a step, everything."""
