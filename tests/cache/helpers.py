@@ -7,7 +7,7 @@ from typing import Any
 
 from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, steps_to_execution
 from kedge.policies.eviction import EvictionPolicy
-from kedge.policies.prefetch import COPY_JOBS, PREFETCH_WINDOW
+from kedge.policies.prefetch import PREFETCH_WINDOW
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, TenantId
 
@@ -16,25 +16,48 @@ NS = Namespace(TenantId("tenant"))
 
 @dataclass
 class FakeCopier:
-    """Ends copies when told to, in any order, well or badly. Contents move when a copy ends; a bad one leaves dirt."""
+    """Ends copies when told to, in any order, well or badly. Contents move when a copy ends; a bad one leaves dirt.
 
+    Of each direction `jobs` begin, and as many in a hurry, which go before the others.
+    """
+
+    jobs: int = 2
     device: dict[int, Any] = field(default_factory=dict)
     host: dict[int, Any] = field(default_factory=dict)
+    queued: list[Copy] = field(default_factory=list)
     submitted: list[Copy] = field(default_factory=list)
+    """What has begun"""
     history: list[Copy] = field(default_factory=list)
     hurried: list[int] = field(default_factory=list)
     _ended: list[Copied] = field(default_factory=list)
 
     def submit(self, copy: Copy) -> None:
-        self.submitted.append(copy)
-        self.history.append(copy)
+        self.queued.append(copy)
+        self._begin()
 
     def hurry(self, copy_id: int) -> None:
         self.hurried.append(copy_id)
+        self._begin()
+
+    def cancel(self, copy_id: int) -> bool:
+        before = len(self.queued)
+        self.queued = [copy for copy in self.queued if copy.copy_id != copy_id]
+        return len(self.queued) < before
 
     def drain(self) -> list[Copied]:
         ended, self._ended = self._ended, []
+        if not ended:  # what ends is known before the next one begins
+            self._begin()
         return ended
+
+    def _begin(self) -> None:
+        for copy in sorted(self.queued, key=lambda one: one.copy_id not in self.hurried):
+            waits = copy.copy_id not in self.hurried
+            ahead = [one for one in self.submitted if one.direction is copy.direction]
+            if sum(waits or one.copy_id in self.hurried for one in ahead) < self.jobs:
+                self.queued.remove(copy)
+                self.submitted.append(copy)
+                self.history.append(copy)
 
     def end(self, at: int = 0, ok: bool = True, seconds: float = 0.001) -> Copy:
         """Ends the copy at this place among the submitted ones."""
@@ -62,18 +85,17 @@ class World:
         block_size: int = 1,
         policy: EvictionPolicy | None = None,
         block_bytes: int = 1,
-        copy_jobs: int = COPY_JOBS,
+        copy_jobs: int = 2,
         prefetch_window: float = PREFETCH_WINDOW,
         *,
         copies_beginnings: bool = False,
         **settings: object,
     ) -> None:
-        self.copier, self.made = FakeCopier(), list[tuple[int, int, int]]()
+        self.copier, self.made = FakeCopier(copy_jobs), list[tuple[int, int, int]]()
         tiers = TierSettings(host_memory=f"{host_blocks} blocks", **settings)
         policy = policy or steps_to_execution()
         copy = self.copy_beginning if copies_beginnings else None
         self.cache = CacheManager(num_blocks, block_size, policy, tiers, self.copier, block_bytes, copy)
-        self.cache.tiers.transfers.jobs = copy_jobs
         self.cache.prefetcher.window = prefetch_window
         self.tree = self.cache._tree
         self.requests = 0
@@ -149,7 +171,7 @@ class World:
     def settle(self, ok: bool = True) -> None:
         """Pumps and ends copies until nothing moves."""
         self.cache.pump()
-        while self.copier.submitted:
+        while self.copier.submitted or self.copier.queued:
             self.copier.end_all(ok)
             self.cache.pump()
         self.check()

@@ -30,14 +30,13 @@ def test_every_node_has_the_least_step_of_the_labels_below(changes: list) -> Non
         known = len(tree.match(NS, text.encode()))
         blocks = tree.match(NS, text.encode()) + [next(fresh) for _ in range(len(text) - known)]
         tree.insert(NS, text.encode(), blocks)
+        tree.labels.owners.on_forecast({key: None if step is None else (step, 1.0)})
         if step is None:
-            tree.labels.drop(key)
             labels.pop(key, None)
         elif whole or key not in labels:
-            tree.labels.put(key, ending(tree, text), step)
+            tree.labels.put(key, ending(tree, text))
             labels[key] = text.encode(), step
         else:
-            tree.labels.move(key, step)
             labels[key] = labels[key][0], step
         tree.check_integrity([])
         for node in tree.nodes():
@@ -62,14 +61,15 @@ def test_a_label_stands_at_the_block_that_ends_the_fixed_prompt() -> None:
 def test_a_label_costs_by_depth_not_by_neighbours() -> None:
     tree = RadixTree(1)
     tree.insert(NS, b"A", [0])
-    calls = []
+    calls, owners = [], tree.labels.owners
+    owners.on_forecast({i: (float(i), 1.0) for i in range(1000)})
     for i in range(1000):
         tree.insert(NS, (65, 1000 + i), [0, i + 1])
-        tree.labels.put(i, tree.end(NS, (65, 1000 + i)), float(i))
+        tree.labels.put(i, tree.end(NS, (65, 1000 + i)))
     tree.labels._offer = calls.append
-    tree.labels.move(500, 2000.0)
+    owners.on_forecast({500: (2000.0, 1.0)})
     assert len(calls) == 1
-    tree.labels.move(0, 3000.0)
+    owners.on_forecast({0: (3000.0, 1.0)})
     assert len(calls) == 3 and ending(tree, "A").step == 1.0
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
-from kedge.cache import loads, lru
+from kedge.cache import lru
 from kedge.types import RequestId
 from tests.cache.helpers import NS, World
 
@@ -17,7 +15,7 @@ def test_labels_are_forgotten_with_their_agents() -> None:
         world.forecast(**{f"run-{run}": 1.0})
         world.serve("AA", f"run-{run}", 2)
         world.forecast(**{f"run-{run}": None})
-    assert not world.tree.labels.nodes and not world.cache._next_runs
+    assert not world.tree.labels.nodes and not world.cache._owners.next_runs
     node = world.tree.end(NS, b"AA")
     assert (node.step, node.labels, node.steps) == (None, {}, None)
 
@@ -28,7 +26,7 @@ def test_a_demand_load_is_not_cancelled_by_a_step_update() -> None:
     world.forecast(a=1, b=1)
     world.cache.pump()
     assert len(world.copier.submitted) == 1, "the other one is queued"
-    text = "BBB" if world.tree.labels.nodes["a"].transfer.started else "AAA"
+    text = "BBB" if world.tree.labels.nodes["a"].transfer.copy in world.copier.submitted else "AAA"
     assert world.demand(text) == "loading"
     world.forecast(a=40, b=40)
     world.settle()
@@ -124,8 +122,8 @@ def test_a_load_waits_for_its_ancestors_and_is_cancelled_or_thrown_away_where_th
         world.forecast(ab=1)
         world.cache.pump()
         upper, lower = world.tree.labels.nodes["a"].transfer, world.tree.labels.nodes["ab"].transfer
-        assert upper.nodes != lower.nodes and lower.started == (jobs == 2)
-        if lower.started:
+        assert upper.nodes != lower.nodes and (lower.copy in world.copier.submitted) == (jobs == 2)
+        if jobs == 2:
             world.copier.end(1)
             world.cache.pump()
             world.check()
@@ -151,6 +149,18 @@ def test_a_failed_load_is_recomputed() -> None:
     assert world.admit("AAA", request=RequestId("r")).exact_tokens == 0
 
 
+def test_a_prefetch_that_failed_is_tried_again_when_its_step_changes() -> None:
+    world = World(6, host_blocks=8)
+    world.on_host_only(a="AAA")
+    world.forecast(a=1)
+    for _ in range(3):
+        world.settle(ok=False)
+    assert world.outcomes("prefetch") == {"failed": 1} and not world.cache.transferring
+    world.forecast(a=0)
+    world.settle()
+    assert world.on_device("AAA") == ["AAA"]
+
+
 # prefetches -----------------------------------------------------------------------------------------------------------
 
 
@@ -166,9 +176,9 @@ def test_all_branches_are_loaded_and_nobody_outside_the_window() -> None:
     assert world.cache.stats().prefetched_hit_tokens == 2
 
 
-def test_no_more_than_the_jobs_that_are_allowed_and_likely_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "PREFETCH_JOBS", 1)
+def test_no_more_than_the_jobs_that_are_allowed_and_likely_ones_first() -> None:
     world = World(9, host_blocks=12)
+    world.cache.prefetcher.jobs = 1
     world.on_host_only(a="AA", b="BB")
     world.cache.on_forecast({"a": (1.0, 0.2), "b": (1.0, 0.8)})
     world.cache.pump()

@@ -165,7 +165,7 @@ DRIVERS = [
     (lru, 9, None, 1, None),
     (belady(lambda node: float(sum(node.prefix()) % 7)), 9, 1, 1, None),
     (steps_to_execution(), 0, 1, 1, None),
-    (lru, 9, 1, 3, None),
+    (lru, 5, 1, 3, None),
     (steps_to_execution(), 12, 1, 1, 5),
 ]
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kedge.cache import Copied, Direction, lru
-from kedge.cache.copies import Purpose
-from kedge.cache.node import State, Transfer, TreeNode
-from kedge.cache.tiers import TransferQueue
+from kedge.cache import Copied, lru
+from kedge.cache.node import State
 from kedge.errors import PlanError
 from kedge.types import Namespace, RequestId, Source, Span, TenantId
-from tests.cache.helpers import NS, FakeCopier, World
+from tests.cache.helpers import NS, World
 
 
 def state(world: World, text: str) -> State:
@@ -220,79 +216,3 @@ def test_hits_of_a_cycle_are_those_of_the_formula(room: int, agents: int) -> Non
         hits[name] = sum(served[agents * (agents - 1) :]) / (len(served) - agents * (agents - 1))
     assert hits["lru"] == 0
     assert hits["steps"] == pytest.approx((room - 1) / (agents - 1), abs=0.02)
-
-
-# the queue of transfers -----------------------------------------------------------------------------------------------
-
-LOAD = Direction.LOAD
-
-
-def queue(jobs: int = 1) -> tuple[TransferQueue, FakeCopier]:
-    copier = FakeCopier()
-    return TransferQueue(copier, jobs), copier
-
-
-def enqueue(transfers: TransferQueue, purpose: Purpose, blocks: int = 1) -> Transfer:
-    numbers = list(range(blocks))
-    return transfers.enqueue(purpose, [TreeNode(NS, None, b"", blocks)], numbers, numbers)
-
-
-def order(copier: FakeCopier, transfers: TransferQueue) -> list[int]:
-    """Ids in the order in which they start, one at a time."""
-    transfers.start()
-    while copier.submitted:
-        copier.end()
-        transfers.drain()
-        transfers.start()
-    return [copy.copy_id for copy in copier.history]
-
-
-def test_promoting_what_has_started_hurries_its_copy() -> None:
-    transfers, copier = queue()
-    prefetch = enqueue(transfers, Purpose.PREFETCH)
-    transfers.start()
-    assert copier.hurried == []
-    transfers.promote(prefetch)
-    transfers.promote(prefetch)
-    assert prefetch.demanded and transfers.queued(LOAD) == [] and len(copier.submitted) == 1
-    assert copier.hurried == [prefetch.copy.copy_id]
-
-
-def test_prefetches_under_way_do_not_hold_up_a_demand() -> None:
-    transfers, copier = queue(jobs=2)
-    first = enqueue(transfers, Purpose.PREFETCH, 2)
-    transfers.start()
-    demands = [enqueue(transfers, Purpose.DEMAND) for _ in range(3)]
-    waiting = enqueue(transfers, Purpose.PREFETCH)
-    transfers.start()
-    ids = [one.copy.copy_id for one in (first, *demands[:2])]
-    assert [copy.copy_id for copy in copier.submitted] == ids
-    assert copier.hurried == ids[1:]
-    assert [*transfers.queued(LOAD)] == [demands[2], waiting]
-
-
-@given(st.lists(st.sampled_from([*Purpose, "promote", "start", "end"]), max_size=60))
-def test_nothing_is_lost_doubled_or_overtaken_and_loads_and_offloads_wait_for_their_own_kind_only(
-    operations: list[str],
-) -> None:
-    transfers, copier = queue(jobs=2)
-    made: list[Transfer] = []
-    for name in operations:
-        if isinstance(name, Purpose):
-            made.append(enqueue(transfers, name))
-        elif name == "promote" and transfers.queued(LOAD):
-            transfers.promote(transfers.queued(LOAD)[-1])
-        elif name == "start":
-            before = {way: transfers.queued(way) for way in Direction}
-            transfers.start()
-            for way, queued in before.items():
-                waiting = transfers.queued(way)
-                assert queued[len(queued) - len(waiting) :] == waiting
-                ahead = [one for one in transfers.started() if one.copy.direction is way]
-                assert not waiting or sum(one.demanded or not waiting[0].demanded for one in ahead) >= 2
-        elif name == "end" and copier.submitted:
-            copier.end()
-            transfers.drain()
-        demanded = [one.demanded for one in transfers.queued(LOAD)]
-        assert demanded == sorted(demanded, reverse=True)
-    assert sorted(order(copier, transfers)) == [one.copy.copy_id for one in made]

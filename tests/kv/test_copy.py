@@ -134,6 +134,21 @@ def test_a_copy_in_a_hurry_goes_before_the_rest_of_one_under_way(monkeypatch: py
     assert torch.equal(pools[0][1], expected)
 
 
+def test_only_what_has_not_begun_is_cancelled_and_then_it_neither_ends_nor_moves() -> None:
+    pools, ended, gate = filled(), threading.Semaphore(0), threading.Event()
+    copier = PoolCopier(pools, SIZE, on_copied=lambda: (ended.release(), gate.wait(60)))
+    before = pools[0][1].clone()
+    copier.submit(Copy(0, Direction.LOAD, (0,), (1,)))
+    assert ended.acquire(timeout=60), "from now on its thread does nothing"
+    assert not copier.cancel(0) and not copier.cancel(9)
+    copier.submit(Copy(1, Direction.LOAD, (2,), (3,)))
+    copier.submit(Copy(2, Direction.LOAD, (4,), (5,)))
+    assert copier.cancel(1) and not copier.cancel(1)
+    gate.set()
+    assert [one.copy_id for one in drained(copier, ended, 1)] == [0, 2]
+    assert torch.equal(pools[0][1][:, 3 * SIZE : 4 * SIZE], before[:, 3 * SIZE : 4 * SIZE])
+
+
 def test_a_copy_that_raises_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Semaphore(0)
     copier = PoolCopier(filled(), SIZE, on_copied=ended.release)

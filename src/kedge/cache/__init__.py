@@ -5,8 +5,8 @@ from __future__ import annotations
 from kedge.cache.block_pool import BlockPool
 from kedge.cache.copies import Copied, Copier, Copy, Direction
 from kedge.cache.loads import Readiness, Status
-from kedge.cache.manager import CacheManager, Changes, Lease
-from kedge.cache.node import LabelKey
+from kedge.cache.manager import CacheManager, Lease
+from kedge.cache.owners import Changes, Owner
 from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tiers import CacheStats
 from kedge.policies.eviction import EvictionPolicy, belady, lru, steps_to_execution
@@ -21,8 +21,8 @@ __all__ = [
     "Copy",
     "Direction",
     "EvictionPolicy",
-    "LabelKey",
     "Lease",
+    "Owner",
     "RadixTree",
     "Readiness",
     "Status",

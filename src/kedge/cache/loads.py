@@ -1,18 +1,16 @@
-"""Loads from the host: those that requests wait for, and those before their agents call (KVFlow, section 3.2)."""
+"""Loads from the host that requests wait for (KVFlow, section 3.2)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kedge.cache.copies import Direction, Outcome, Purpose
-from kedge.cache.node import DEVICE, State, Transfer, TreeNode
+from kedge.cache.copies import Outcome, Purpose
+from kedge.cache.node import DEVICE, NodeTransfer, State, TreeNode
 from kedge.cache.tiers import Tiers, missing
 from kedge.errors import PlanError
-from kedge.policies.prefetch import PREFETCH_JOBS, PREFETCH_WINDOW, Candidate, is_awaited, is_within
-from kedge.structures.heaps import LazyHeap
 from kedge.types import Namespace, RequestId
 
 
@@ -41,7 +39,7 @@ class _Demand:
     """One request's wish for the prefix that ends at a node."""
 
     node: TreeNode
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: list[NodeTransfer] = field(default_factory=list)
     denied: bool = False
     given_up: bool = False
 
@@ -99,13 +97,12 @@ class Demands:
         for step in node.path_down():
             if step.state is State.LOADING and step.transfer not in demand.transfers:
                 assert step.transfer is not None
-                tiers.transfers.promote(step.transfer)
+                tiers.promote(step.transfer)
                 demand.transfers.append(step.transfer)
-        if blocks := sum(step.size for step in node.path_down() if step.state is State.HOST):
-            ahead = tiers.transfers.demanded_blocks(Direction.LOAD)
-            if not tiers.cost.load_pays(blocks, blocks * tiers.tree.block_size, ahead):
-                demand.given_up = True
-                return Readiness.READY
+        blocks = sum(step.size for step in node.path_down() if step.state is State.HOST)
+        if blocks and not tiers.load_pays(blocks):
+            demand.given_up = True
+            return Readiness.READY
         while missing(node) and not demand.denied:
             transfer = tiers.load(node, Purpose.DEMAND, lambda victim: not victim.wanted)
             demand.denied = transfer is None
@@ -119,64 +116,3 @@ def readiness_of(nodes: Iterable[TreeNode]) -> Readiness:
     if State.LOADING in states:
         return Readiness.LOADING
     return Readiness.LOADABLE if State.HOST in states else Readiness.READY
-
-
-class Prefetcher:
-    """Starts prefetches: it keeps the labels that have come near or have lost their device blocks, best first."""
-
-    def __init__(self, tiers: Tiers, probability: Callable[[TreeNode], float]) -> None:
-        """Take `probability(node)`: how likely a node is needed as soon as its step says."""
-        self._tiers, self._probability = tiers, probability
-        self.window = PREFETCH_WINDOW
-        """Steps within which is prefetched; benchmarks set it below 0"""
-        self._targets: LazyHeap[TreeNode] = LazyHeap(lambda node: self._candidate(node).order, self._is_target)
-        self.due = False
-        """Whether something has changed since the last look: the forecast, what is loaded, or who holds blocks."""
-
-    def consider(self, node: TreeNode) -> None:
-        """Consider `node`, which has a label or another step now, or has left the device."""
-        if self._is_target(node):
-            self._targets.push(node)
-            self.due = True
-
-    def cancel_outside(self) -> None:
-        """Cancel loads that have not started, that no request waits for, and whose step is outside the window."""
-        for transfer in self._tiers.transfers.queued(Direction.LOAD):
-            if not (is_within(transfer.end.step, self.window) or transfer.demanded or transfer.outcome):
-                self._tiers.cancel(transfer)
-
-    def start(self) -> None:
-        """Queue the loads that have room, best first. Those without are tried again when it is due."""
-        if not self.due:
-            return
-        self.due = False
-        unlabelled = self._tiers.settings.unlabelled_step
-        under_way = sum(transfer.purpose is Purpose.PREFETCH for transfer in self._tiers.pending())
-        slots = PREFETCH_JOBS - under_way
-        refused: list[TreeNode] = []
-        while slots > len(refused) and (node := self._targets.pop()):
-            candidate = self._candidate(node)
-
-            def may_go(victim: TreeNode, candidate: Candidate[TreeNode] = candidate) -> bool:
-                return not victim.wanted and candidate.may_replace(victim, unlabelled)
-
-            slots -= self._tiers.load(node, Purpose.PREFETCH, may_go) is not None
-            if self._is_target(node):
-                refused.append(node)
-        for node in refused:
-            self._targets.push(node)
-
-    def _is_target(self, node: TreeNode) -> bool:
-        """Return whether it ends a prompt within the window, is on the host only, and not on its way."""
-        if not (node.labels and node.state is State.HOST and is_within(node.step, self.window)):
-            return False
-        if not is_awaited(node.step):
-            return True
-        # A request waits that had better compute its prompt where that takes less time: nothing hides the load.
-        blocks = sum(step.size for step in missing(node))
-        ahead = self._tiers.transfers.demanded_blocks(Direction.LOAD)
-        return self._tiers.cost.load_pays(blocks, blocks * self._tiers.tree.block_size, ahead)
-
-    def _candidate(self, node: TreeNode) -> Candidate[TreeNode]:
-        assert node.step is not None
-        return Candidate(node, node.step, self._probability(node), sum(step.size for step in missing(node)))

@@ -17,22 +17,22 @@ fixed prompt that ends within a block, that block may enter the tree for its beg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
-from kedge.cache.copies import Copier, CopyBeginning, Direction
-from kedge.cache.loads import Demands, Prefetcher, Readiness, Status, readiness_of
-from kedge.cache.node import DEVICE, HOST, LabelKey, Tier, TreeNode
+from kedge.cache.copies import Copier, CopyBeginning, Direction, Outcome, Purpose
+from kedge.cache.loads import Demands, Readiness, Status, readiness_of
+from kedge.cache.node import DEVICE, HOST, Tier, TreeNode
+from kedge.cache.owners import Changes, Owner, Prefetcher
 from kedge.cache.radix_tree import RadixTree
-from kedge.cache.tiers import CacheStats, Tiers
+from kedge.cache.tiers import CacheStats, Tiers, missing
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
-from kedge.policies.eviction import EvictionPolicy, lru
-from kedge.policies.prefetch import may_replace
+from kedge.policies.eviction import EvictionPolicy, StepView, lru
+from kedge.policies.prefetch import is_awaited, is_within, may_replace
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, Source, Span, TenantId
 
@@ -116,10 +116,6 @@ class Holding:
     own: set[int]
 
 
-Changes = Mapping[Any, tuple[float, float] | None]
-"""Label -> (steps-to-execution, `inf` where unknown; probability), or None: nothing is known of it any more."""
-
-
 class CacheManager:
     """Exact prefix reuse over a pool of device blocks, backed by one of host blocks. All calls come from one thread."""
 
@@ -142,17 +138,13 @@ class CacheManager:
             if size < 1:
                 raise ConfigError(name, size, "must be at least 1")
         self.block_size, self.num_blocks = block_size, num_blocks
-
-        def lost(node: TreeNode) -> None:
-            self.prefetcher.consider(node)
-
-        self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, lost, block_bytes)
+        self.tiers = Tiers(num_blocks, block_size, policy, tiers or TierSettings(), copier, block_bytes)
         self._tree = self.tiers.tree
         self._demands = Demands(self.tiers)
-        self.prefetcher = Prefetcher(self.tiers, self._probability)
+        self._owners = self._tree.labels.owners
+        self.prefetcher = Prefetcher(self._owners, self._lacking, self._prefetch, self.tiers.settings.unlabelled_step)
         self._partial = PartialBlocks(self._tree, copy_beginning)
         self._held: dict[RequestId, Holding] = {}
-        self._next_runs: dict[LabelKey, tuple[float, float]] = {}
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -182,9 +174,7 @@ class CacheManager:
         is tried again with every `pump`, before anything is prefetched. `READY` is also the answer where a copy has
         failed, or computing costs less than loading.
         """
-        readiness = self._demands.demand(request_id, namespace, tokens)
-        self.tiers.transfers.start()
-        return readiness
+        return self._demands.demand(request_id, namespace, tokens)
 
     def withdraw(self, request_id: RequestId) -> None:
         """Forget what a request demanded: it will not be admitted."""
@@ -222,11 +212,11 @@ class CacheManager:
         exact = len(shared) + copied
         if exact_limit > 0:
             counters = self.tiers.counters
-            counters.hits += exact > 0
-            counters.misses += exact == 0
-            counters.hit_tokens += exact
-            counters.copied_hit_tokens += copied
-            counters.missed_tokens += len(tokens) - exact
+            counters["hits"] += exact > 0
+            counters["misses"] += exact == 0
+            counters["hit_tokens"] += exact
+            counters["copied_hit_tokens"] += copied
+            counters["missed_tokens"] += len(tokens) - exact
         lease = Lease(request_id, (*hit, *new), exact, self._count_hit(node, copied))
         self._held[request_id] = Holding(lease, namespace, node, shared, set(new))
         self._demands.withdraw(request_id)
@@ -294,37 +284,30 @@ class CacheManager:
 
     # the workflow ---------------------------------------------------------------------------------------------
 
-    def on_label(self, namespace: Namespace, key: LabelKey, tokens: Sequence[int], backed_up: bool = True) -> int:
+    def on_label(self, namespace: Namespace, key: Owner, tokens: Sequence[int], backed_up: bool = True) -> int:
         """Label the end of what is cached of `tokens`, the fixed prompt or the history of `key`, and back it up.
 
         The end is floored to a block. A key has one label: the newest. Returns how many tokens it covers. Call this
         once the prompt is cached (after `commit_prefix` or `finish`), at every call of the agent. A key that no
         forecast knows gets the backup and no label.
         """
-        next_run = self._next_runs.get(key)
-        node = self._tree.end(namespace, tokens)
-        if node and next_run:
-            self._tree.labels.put(key, node, next_run[0])
+        node, step = self._tree.end(namespace, tokens), self._owners.step(key)
+        if node and step is not None:
+            self._tree.labels.put(key, node)
             self._tree.offer(*self._tree.join_path(node))
         if node and backed_up:
             self.tiers.back_up(node)
-        if node is None or next_run is None:
+        if node is None or step is None:
             return 0
-        self.prefetcher.consider(node)
+        self.prefetcher.due = True
         return sum(step.size for step in node.path()) * self.block_size
 
     def on_forecast(self, changes: Changes) -> None:
         """Take the changes of the forecast. O(changed keys x depth of their labels)."""
-        for key, next_run in changes.items():
-            if next_run is None:
-                self._next_runs.pop(key, None)
-                self._tree.labels.drop(key)
-            else:
-                self._next_runs[key] = next_run
-                if node := self._tree.labels.move(key, next_run[0]):
-                    self.prefetcher.consider(node)
-        self.prefetcher.due = True
-        self.prefetcher.cancel_outside()
+        self._owners.on_forecast(changes)
+        for transfer in self.tiers.transfers.pending(Direction.LOAD):
+            if not (transfer.demanded or is_within(transfer.end.step, self.prefetcher.window)):
+                self.tiers.cancel(transfer)
 
     def pump(self) -> bool:
         """Land what has been copied, try denied demands again, prefetch, and hand new copies to the copier.
@@ -332,12 +315,11 @@ class CacheManager:
         Returns whether any copy has ended. Call this in every step, whatever the queue, and from time to time while
         nothing runs but copies do.
         """
-        ended = bool(self.tiers.drain())
-        self.prefetcher.due |= ended
-        if not self._demands.retry():
-            self.prefetcher.start()
-        self.tiers.transfers.start()
-        return ended
+        ended = self.tiers.drain()
+        self.prefetcher.due |= any(one.outcome is not Outcome.FAILED for one in ended)
+        if not self._demands.retry() and self.tiers.host_blocks:
+            self.prefetcher.start(self.tiers.pending())
+        return bool(ended)
 
     @property
     def version(self) -> int:
@@ -356,7 +338,7 @@ class CacheManager:
 
     def observe_compute(self, tokens: int, seconds: float) -> None:
         """Learn from a prefill of `tokens` that took `seconds`, which a load has to beat."""
-        self.tiers.cost.compute.observe(tokens, seconds)
+        self.tiers.transfers.cost.compute.observe(tokens, seconds)
 
     def limit_host(self, tenant: TenantId, nbytes: int | None) -> None:
         """Limit the host bytes of a tenant from its next copy on, in whole blocks; None is no limit.
@@ -382,14 +364,16 @@ class CacheManager:
 
     def stats(self) -> CacheStats:
         """Return a snapshot of the figures."""
-        tiers, counters, block_bytes = self.tiers, self.tiers.counters, self.tiers.block_bytes
+        tiers, counted, block_bytes = self.tiers, self.tiers.counters, self.tiers.block_bytes
         device, host = (pool.num_free for pool in tiers.pools)
         cached, host_cached = (tiers.tree.shares[tier].size for tier in Tier)
         loading, offloading = (len(tiers.in_flight(way)) for way in (Direction.LOAD, Direction.OFFLOAD))
         return replace(
-            deepcopy(counters),
-            bytes_loaded=counters.blocks_loaded * block_bytes,
-            bytes_offloaded=counters.blocks_offloaded * block_bytes,
+            CacheStats(),
+            **counted,
+            transfers=deepcopy(tiers.ended),
+            bytes_loaded=counted["blocks_loaded"] * block_bytes,
+            bytes_offloaded=counted["blocks_offloaded"] * block_bytes,
             free_blocks=device,
             cached_blocks=cached,
             leased_blocks=self.num_blocks - device - cached - loading,
@@ -508,9 +492,9 @@ class CacheManager:
             source, tokens = Source.DEVICE, step.size * self.block_size
             if step.arrival and step.arrival.demanded:
                 source = Source.HOST
-                self.tiers.counters.host_hit_tokens += tokens
+                self.tiers.counters["host_hit_tokens"] += tokens
             elif step.arrival:
-                self.tiers.counters.prefetched_hit_tokens += tokens
+                self.tiers.counters["prefetched_hit_tokens"] += tokens
             parts.append((source, tokens))
             self.tiers.hit(step)
         self._back_up_hits(node)
@@ -529,7 +513,19 @@ class CacheManager:
         if often is not None and often.parent is not None and not often.blocks[HOST]:
             self.tiers.back_up(often)
 
-    def _probability(self, node: TreeNode) -> float:
-        """Return how likely an agent whose fixed prompt ends at `node` needs it as soon as the node's step says."""
-        likely = (self._next_runs[key][1] for key, step in node.labels.items() if step == node.step)
-        return max(likely, default=1.0)
+    # prefetches -----------------------------------------------------------------------------------------------
+
+    def _lacking(self, key: Owner) -> int:
+        """Return how many blocks a prefetch for a key would load: none unless its label is on the host only, and not on
+        its way.
+        """
+        node = self._tree.labels.nodes.get(key)
+        if node is None or node.blocks[DEVICE] or node.transfer:
+            return 0
+        blocks = sum(one.size for one in missing(node))
+        # A request waits that had better compute its prompt where that takes less time: nothing hides the load.
+        return blocks if not is_awaited(self._owners.step(key)) or self.tiers.load_pays(blocks) else 0
+
+    def _prefetch(self, key: Owner, may_evict: Callable[[StepView], bool]) -> None:
+        node = self._tree.labels.nodes[key]
+        self.tiers.load(node, Purpose.PREFETCH, lambda victim: not victim.wanted and may_evict(victim))

@@ -15,19 +15,17 @@ The blocks that a transfer writes belong to the transfer until it lands.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-from kedge.cache.copies import Copy, Direction, Outcome, Purpose
+from kedge.cache.copies import Transfer
+from kedge.cache.owners import Owner, Owners, Ranked
 from kedge.errors import PlanError
 from kedge.policies.eviction import EvictionKey
-from kedge.structures.heaps import LazyHeap, StepCounts
+from kedge.structures.heaps import LazyHeap
 from kedge.structures.prefixes import SortedKeys
 from kedge.types import Namespace, TenantId
-
-LabelKey = Hashable
-"""The agent whose fixed prompt a label ends: (tenant, client, run, agent), or any other hashable key."""
 
 
 class Tier(IntEnum):
@@ -50,8 +48,11 @@ class State(StrEnum):
     LOADING = "loading"
 
 
-class TreeNode:
-    """A run of `size` blocks below `parent`; the root of a namespace has no parent and no blocks."""
+class TreeNode(Ranked):
+    """A run of `size` blocks below `parent`; the root of a namespace has no parent and no blocks.
+
+    It is needed by its own labels and by its children.
+    """
 
     __slots__ = (
         "arrival",
@@ -60,38 +61,30 @@ class TreeNode:
         "hits",
         "key",
         "labels",
-        "last_access",
         "locks",
         "namespace",
         "parent",
         "resident_children",
         "size",
-        "step",
-        "steps",
         "transfer",
-        "varying",
         "wanted",
     )
 
     def __init__(self, namespace: Namespace, parent: TreeNode | None, key: bytes, size: int) -> None:
+        super().__init__()
         self.namespace, self.parent, self.key, self.size = namespace, parent, key, size
         self.children: SortedKeys[TreeNode] = SortedKeys()
         self.blocks: list[list[int]] = [[], []]
         """Block numbers by tier; empty where the tier does not hold the node."""
         self.resident_children = [0, 0]
         """How many children each tier holds."""
-        self.locks = self.last_access = self.hits = 0
+        self.locks = self.hits = 0
         self.wanted = 0
         """Requests that wait for this node and have not been admitted yet."""
-        self.labels: dict[LabelKey, float] = {}
-        """Agents whose fixed prompt ends here, with their steps-to-execution."""
-        self.steps: StepCounts | None = None
-        self.step: float | None = None
-        """Priority: the least step of its own labels and its children; None where there is none."""
-        self.varying = False
-        """Whether it follows a fixed prompt."""
-        self.transfer: Transfer | None = None
-        self.arrival: Transfer | None = None
+        self.labels: dict[Owner, None] = {}
+        """Owners whose fixed prompt or history ends here"""
+        self.transfer: NodeTransfer | None = None
+        self.arrival: NodeTransfer | None = None
         """The load that brought it to the device, until it is hit for the first time."""
 
     @property
@@ -154,34 +147,18 @@ class TreeNode:
         return b"".join(step.key for step in self.path_down())
 
 
-@dataclass(eq=False, slots=True)
-class Transfer:
-    """One copy with what the cache knows of it. `nodes` go down one path; a split of one of them adds another."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class NodeTransfer(Transfer):
+    """A copy of nodes, which go down one path; a split of one of them adds another."""
 
-    copy: Copy
-    purpose: Purpose
     nodes: list[TreeNode]
-    started: bool = False
-    demanded: bool = False
-    """A request waits for it, or did before it landed."""
     live: int = 0
     """Nodes that it brought to the device and that are there unhit."""
-    outcome: Outcome | None = None
 
     @property
     def end(self) -> TreeNode:
         """The lowest of its nodes: the one that it locks."""
         return self.nodes[-1]
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks that move."""
-        return len(self.copy.sources)
-
-    @property
-    def is_load(self) -> bool:
-        """Whether it goes from the host to the device."""
-        return self.copy.direction is Direction.LOAD
 
     def shares(self) -> Iterator[tuple[TreeNode, list[int]]]:
         """Iterate over its nodes with the target blocks of each."""
@@ -211,38 +188,39 @@ class Labels:
 
     def __init__(self, offer: Callable[[TreeNode], None]) -> None:
         self._offer = offer
-        self.nodes: dict[LabelKey, TreeNode] = {}
-        """The node that ends the fixed prompt of each key"""
+        self.owners = Owners()
+        self.owners.followers.append(self._follow)
+        self.nodes: dict[Owner, TreeNode] = {}
+        """The node that ends what each owner needs"""
 
-    def put(self, key: LabelKey, node: TreeNode, step: float) -> None:
-        """Label `node`; the label that `key` had elsewhere goes."""
-        if self.nodes.get(key) is not node:
-            self.drop(key)
-            self.nodes[key] = node
-            for above in node.path():
-                above.varying = False
-            below = [] if node.labels else list(node.children.values())
-            while below:
-                one = below.pop()
-                if one.varying:
-                    continue
-                if one.step is None:
-                    one.varying = True
-                    self._offer(one)
-                below.extend(one.children.values())
-        self._set(key, node, step)
+    def put(self, key: Owner, node: TreeNode) -> None:
+        """Label `node` for an owner that has a step; the label that it had elsewhere goes."""
+        if self.nodes.get(key) is node:
+            return
+        self._follow(key, self.owners.step(key), None)
+        for above in node.path():
+            above.varying = False
+        below = [] if node.labels else list(node.children.values())
+        while below:
+            one = below.pop()
+            if one.varying:
+                continue
+            if one.step is None:
+                one.varying = True
+                self._offer(one)
+            below.extend(one.children.values())
+        self._set(key, node)
 
-    def move(self, key: LabelKey, step: float) -> TreeNode | None:
-        """Change the step of a label. Returns its node. O(depth)."""
-        node = self.nodes.get(key)
-        if node is not None:
-            self._set(key, node, step)
-        return node
+    def _set(self, key: Owner, node: TreeNode) -> None:
+        self.nodes[key], node.labels[key] = node, None
+        _change(node, None, self.owners.step(key), self._offer)
 
-    def drop(self, key: LabelKey) -> None:
-        """Forget the label of `key`, if it has one."""
-        if node := self.nodes.pop(key, None):
-            _change(node, node.labels.pop(key), None, self._offer)
+    def _follow(self, key: Owner, old: float | None, new: float | None) -> None:
+        """Change the step of a label; None: it goes. O(depth)."""
+        if node := self.nodes.get(key):
+            if new is None:
+                del self.nodes[key], node.labels[key]
+            _change(node, old, new, self._offer)
 
     def leave(self, node: TreeNode) -> None:
         """Let the labels of `node`, which has no children and is leaving the tree, end at its parent instead.
@@ -253,18 +231,15 @@ class Labels:
         assert parent is not None
         if node.step is not None:
             _change(parent, node.step, None, self._offer)
-        for key, step in labels.items():
+        for key in labels:
             if parent.parent is None:
                 del self.nodes[key]
             else:
-                self.nodes[key] = parent
-                self._set(key, parent, step)
+                self._set(key, parent)
 
     def split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Let `upper`, which was put above `lower`, take its step. Labels mark an end, so they stay on `lower`."""
-        if lower.step is not None:
-            upper.steps, upper.step = StepCounts(), lower.step
-            upper.steps.add(lower.step)
+        upper.change_step(None, lower.step)
         upper.varying = lower.varying
 
     def check_integrity(self, nodes: list[TreeNode]) -> None:
@@ -274,29 +249,16 @@ class Labels:
             raise PlanError("labels", found, "are not where they are said to be")
         for node in nodes:
             children = node.children.values()
-            steps = [*node.labels.values(), *(child.step for child in children if child.step is not None)]
-            counts = node.steps.counts if node.steps else Counter[float]()
-            if node.step != min(steps, default=None) or counts != Counter(steps):
+            steps = [self.owners.next_runs[key][0] for key in node.labels]
+            steps += [child.step for child in children if child.step is not None]
+            if not node.has_steps(steps):
                 raise PlanError("priority", node.step, f"the least of {steps} is another one")
-
-    def _set(self, key: LabelKey, node: TreeNode, step: float) -> None:
-        old = node.labels.get(key)
-        node.labels[key] = step
-        _change(node, old, step, self._offer)
 
 
 def _change(node: TreeNode | None, old: float | None, new: float | None, offer: Callable[[TreeNode], None]) -> None:
     """Change one of a node's steps from `old` to `new` (None: there is none), upwards while a minimum changes."""
     while node is not None and node.parent is not None and old != new:
         before = node.step
-        steps = node.steps = node.steps or StepCounts()
-        if old is not None:
-            steps.remove(old)
-        if new is not None:
-            steps.add(new)
-        node.step = steps.least
-        if node.step is None:
-            node.steps = None
-        if node.step != before:
+        if node.change_step(old, new):
             offer(node)
         node, old, new = node.parent, before, node.step

@@ -13,19 +13,17 @@ or depends on can be evicted meanwhile.
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from kedge.cache.block_pool import BlockPool
-from kedge.cache.copies import Copied, Copier, Copy, Direction, Outcome, Purpose
-from kedge.cache.node import DEVICE, HOST, State, Tier, Transfer, TreeNode
+from kedge.cache.copies import Copier, Direction, Outcome, Purpose, Transfers
+from kedge.cache.node import DEVICE, HOST, NodeTransfer, State, Tier, TreeNode
 from kedge.cache.radix_tree import Allowed, RadixTree, Removed
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 from kedge.policies.eviction import EvictionPolicy
-from kedge.policies.prefetch import COPY_JOBS, CostModel
 from kedge.settings import TierSettings
 from kedge.types import Namespace, TenantId
 
@@ -75,102 +73,6 @@ class CacheStats:
     """Host blocks that a transfer is writing, or is going to."""
 
 
-class TransferQueue:
-    """A queue that hands transfers to the copier within the limits: demands first, then in the order of arrival.
-
-    Speculative transfers never delay demanded ones: for a demand the limits count other demands only.
-    """
-
-    def __init__(self, copier: Copier | None, jobs: int = COPY_JOBS) -> None:
-        """Start with none under way, of so many copies at once in each direction."""
-        self._copier, self.jobs = copier, jobs
-        self._queued: dict[Direction, deque[Transfer]] = {direction: deque() for direction in Direction}
-        self._started: dict[int, Transfer] = {}
-        self._ids = itertools.count()
-
-    def enqueue(self, purpose: Purpose, nodes: list[TreeNode], sources: list[int], targets: list[int]) -> Transfer:
-        """Add a transfer of `nodes`. It starts with one of the next calls of `start`."""
-        direction = Direction.OFFLOAD if purpose is Purpose.BACKUP else Direction.LOAD
-        copy = Copy(next(self._ids), direction, tuple(sources), tuple(targets))
-        transfer = Transfer(copy, purpose, nodes, demanded=purpose is Purpose.DEMAND)
-        for node in nodes:
-            node.transfer = transfer
-        self._put(transfer)
-        return transfer
-
-    def promote(self, transfer: Transfer) -> None:
-        """Move `transfer`, which a request waits for now, before all that no request waits for."""
-        if transfer.demanded:
-            return
-        transfer.demanded = True
-        if transfer.started:
-            self._hurry(transfer)
-        else:
-            self._lane(transfer).remove(transfer)
-            self._put(transfer)
-
-    def cancel(self, transfer: Transfer) -> None:
-        """Take a queued transfer out. Raises `PlanError` if it has started: its blocks are being written."""
-        if transfer.started:
-            raise PlanError("transfer", transfer.copy, "has started and cannot be cancelled")
-        self._lane(transfer).remove(transfer)
-
-    def start(self) -> None:
-        """Hand over what the limits allow."""
-        for queued in self._queued.values():
-            while queued and self._fits(queued[0]):
-                assert self._copier is not None
-                transfer = queued.popleft()
-                transfer.started = True
-                self._started[transfer.copy.copy_id] = transfer
-                self._copier.submit(transfer.copy)
-                if transfer.demanded:
-                    self._hurry(transfer)
-
-    def drain(self) -> list[tuple[Transfer, Copied]]:
-        """Return what has ended. Raises `PlanError` for a copy that was not under way."""
-        ended = []
-        for copied in self._copier.drain() if self._copier else ():
-            transfer = self._started.pop(copied.copy_id, None)
-            if transfer is None:
-                raise PlanError("copy_id", copied.copy_id, "is not under way")
-            ended.append((transfer, copied))
-        return ended
-
-    def queued(self, direction: Direction) -> list[Transfer]:
-        """Return what has not started, next first."""
-        return list(self._queued[direction])
-
-    def started(self) -> list[Transfer]:
-        """Return what is under way."""
-        return list(self._started.values())
-
-    def demanded_blocks(self, direction: Direction) -> int:
-        """Return how many blocks requests wait for: a new demand comes after these, and before all others."""
-        pending = (transfer for transfer in self.pending() if transfer.copy.direction is direction)
-        return sum(transfer.blocks for transfer in pending if transfer.demanded)
-
-    def pending(self) -> list[Transfer]:
-        """Return all that has not ended."""
-        return [*self._started.values(), *itertools.chain.from_iterable(self._queued.values())]
-
-    def _put(self, transfer: Transfer) -> None:
-        queued = self._lane(transfer)
-        at = sum(other.demanded for other in queued) if transfer.demanded else len(queued)
-        queued.insert(at, transfer)
-
-    def _lane(self, transfer: Transfer) -> deque[Transfer]:
-        return self._queued[transfer.copy.direction]
-
-    def _fits(self, transfer: Transfer) -> bool:
-        lane = (one for one in self._started.values() if one.copy.direction is transfer.copy.direction)
-        return sum(one.demanded or not transfer.demanded for one in lane) < self.jobs
-
-    def _hurry(self, transfer: Transfer) -> None:
-        assert self._copier is not None
-        self._copier.hurry(transfer.copy.copy_id)
-
-
 def missing(node: TreeNode) -> list[TreeNode]:
     """Return the nodes that one load towards `node` brings, top down: the first unbroken run that is on the host only.
 
@@ -195,29 +97,27 @@ class Tiers:
         policy: EvictionPolicy,
         settings: TierSettings,
         copier: Copier | None,
-        on_lost: Callable[[TreeNode], None],
         block_bytes: int,
     ) -> None:
-        """Begin with empty tiers; `on_lost` is called with every node that has left the device.
-
-        `block_bytes` is the size of one block's KV. Raises `ConfigError` for a host tier without a copier, or with
-        memory for not a single block.
+        """Begin with empty tiers; `block_bytes` is the size of one block's KV. Raises `ConfigError` for a host tier
+        without a copier, or with memory for not a single block.
         """
         self.host_blocks = settings.host_pool_size(block_bytes)
         if self.host_blocks and copier is None:
             raise ConfigError("host_blocks", self.host_blocks, "a host tier needs a copier")
-        self.settings, self.block_bytes, self._on_lost = settings, block_bytes, on_lost
+        self.settings, self.block_bytes = settings, block_bytes
         self.tree = RadixTree(block_size, policy)
         self.pools = BlockPool(num_blocks), BlockPool(self.host_blocks)
         """By tier: which blocks are free"""
-        self.counters = CacheStats()
-        self.transfers = TransferQueue(copier)
-        self.cost = CostModel()
+        self._copier = cast("Copier", copier)  # without one there is no host tier, and nothing is copied
+        self.transfers: Transfers[NodeTransfer] = Transfers(lambda copy: self._copier.submit(copy))
+        self.counters = self.transfers.counters
+        self.ended = _no_transfers()
         self.limits: dict[TenantId, int] = {}
         """Host blocks that a tenant may have; no limit for one that is not in it"""
         self._waiting: dict[TreeNode, None] = {}
         """Nodes to be backed up whose ancestors are being backed up"""
-        self._landed: list[Transfer] = []
+        self._landed: list[NodeTransfer] = []
         """Loads whose copy has ended while the load of their ancestors has not"""
 
     # blocks ---------------------------------------------------------------------------------------------------
@@ -232,18 +132,16 @@ class Tiers:
     def _evict(self, tier: Tier, n: int, allowed: Allowed | None, tenant: TenantId | None = None) -> None:
         self.release(self.tree.evict(tier, n, allowed, tenant))
         if tier is DEVICE:
-            self.counters.evictions += n
+            self.counters["evictions"] += n
         else:
-            self.counters.host_evictions += n
+            self.counters["host_evictions"] += n
 
     def release(self, removed: Iterable[Removed]) -> None:
         """Free the blocks that left the tree."""
         for one in removed:
             self.pools[one.tier].free(one.blocks)
-            if one.tier is DEVICE and not one.node.blocks[DEVICE]:
-                if one.node.arrival:
-                    self._end_arrival(one.node, Outcome.WASTED)
-                self._on_lost(one.node)
+            if one.tier is DEVICE and not one.node.blocks[DEVICE] and one.node.arrival:
+                self._end_arrival(one.node, Outcome.WASTED)
 
     def hit(self, node: TreeNode) -> None:
         """Count a request that uses `node`: the load that brought it was worth it."""
@@ -259,15 +157,22 @@ class Tiers:
         if not transfer.live:
             self._end(transfer, outcome)
 
-    def _end(self, transfer: Transfer, outcome: Outcome) -> None:
+    def _end(self, transfer: NodeTransfer, outcome: Outcome) -> None:
         """Record how a transfer ended; the first outcome stands."""
         if transfer.outcome is None:
             transfer.outcome = outcome
-            self.counters.transfers[transfer.purpose.value][outcome.value] += 1
+            self.ended[transfer.purpose.value][outcome.value] += 1
 
     # copies to either tier ------------------------------------------------------------------------------------
 
-    def load(self, node: TreeNode, purpose: Purpose, allowed: Allowed) -> Transfer | None:
+    def load_pays(self, blocks: int) -> bool:
+        """Return whether loading so many blocks, behind all that requests wait for, is faster than computing them, by
+        what has been measured so far.
+        """
+        ahead = sum(one.blocks for one in self.transfers.pending(Direction.LOAD) if one.demanded)
+        return self.transfers.cost.load_pays(blocks, blocks * self.tree.block_size, ahead)
+
+    def load(self, node: TreeNode, purpose: Purpose, allowed: Allowed) -> NodeTransfer | None:
         """Queue the load of what `missing(node)` finds, if there is room on the device. Returns None, having changed
         nothing, where there is none, or where nothing is missing.
         """
@@ -275,15 +180,29 @@ class Tiers:
         if not nodes:
             return None
         self.tree.lock_path(nodes[-1])
-        needed, targets = sum(step.size for step in nodes), None
-        with suppress(OutOfBlocks):
-            targets = self.allocate(DEVICE, needed, allowed=allowed)
-        if targets is None:
-            self.counters.denied_loads += 1
+        try:
+            targets = self.allocate(DEVICE, sum(step.size for step in nodes), allowed=allowed)
+        except OutOfBlocks:
+            self.counters["denied_loads"] += 1
             self.tree.unlock(nodes[-1])
             return None
-        sources = [block for step in nodes for block in step.blocks[HOST]]
-        return self.transfers.enqueue(purpose, nodes, sources, targets)
+        return self._begin(purpose, nodes, HOST, targets)
+
+    def _begin(self, purpose: Purpose, nodes: list[TreeNode], source: Tier, targets: list[int]) -> NodeTransfer:
+        sources = [block for step in nodes for block in step.blocks[source]]
+        transfer = NodeTransfer(self.transfers.new_copy(purpose, sources, targets), purpose, nodes=nodes)
+        for node in nodes:
+            node.transfer = transfer
+        self.transfers.begin(transfer)
+        if purpose is Purpose.DEMAND:
+            self.promote(transfer)
+        return transfer
+
+    def promote(self, transfer: NodeTransfer) -> None:
+        """Move a transfer, which a request waits for now, before all that no request waits for."""
+        if not transfer.demanded:
+            transfer.demanded = True
+            self._copier.hurry(transfer.copy.copy_id)
 
     def back_up(self, node: TreeNode) -> None:
         """Queue a copy to the host of what it lacks on the path to `node`: once, and only if there is room.
@@ -301,11 +220,10 @@ class Tiers:
         try:
             targets = self._room_for(node, sum(step.size for step in nodes))
         except OutOfBlocks:
-            self.counters.skipped_backups += 1
+            self.counters["skipped_backups"] += 1
             self.tree.unlock(node)
             return
-        sources = [block for step in nodes for block in step.blocks[DEVICE]]
-        self.transfers.enqueue(Purpose.BACKUP, nodes, sources, targets)
+        self._begin(Purpose.BACKUP, nodes, DEVICE, targets)
 
     def _room_for(self, node: TreeNode, needed: int) -> list[int]:
         """Return host blocks for `node`, of its tenant's own where that is at its limit. Raises `OutOfBlocks` where
@@ -313,8 +231,8 @@ class Tiers:
         """
         tenant, worth, policy = node.namespace.tenant, self.tree.policy(node), self.tree.policy
         if (limit := self.limits.get(tenant)) is not None:
-            queue = self.transfers.pending()
-            moving = (one.blocks for one in queue if not one.is_load and one.end.namespace.tenant == tenant)
+            backups = self.transfers.pending(Direction.OFFLOAD)
+            moving = (one.blocks for one in backups if one.end.namespace.tenant == tenant)
             excess = self.tree.shares[HOST].by_tenant[tenant] + sum(moving) + needed - limit
             if excess > 0:
                 self._evict(HOST, excess, lambda victim: policy(victim) <= worth, tenant)
@@ -322,54 +240,49 @@ class Tiers:
 
     # ends -----------------------------------------------------------------------------------------------------
 
-    def cancel(self, transfer: Transfer) -> None:
-        """End a queued transfer, and the queued loads that depend on it. Raises `PlanError` if it has started."""
-        self.transfers.cancel(transfer)
+    def cancel(self, transfer: NodeTransfer) -> bool:
+        """End a transfer that has not begun, and the loads that depend on it. Returns whether it was cancelled."""
+        if not self._copier.cancel(transfer.copy.copy_id):
+            return False
+        self.transfers.drop(transfer)
         self._end(transfer, Outcome.CANCELLED)
         self._settle(transfer, keep=False)
         self._cancel_orphans()
+        return True
 
     def give_up_backups(self) -> bool:
-        """Cancel all backups that have not started. Returns whether there were any."""
-        queued = self.transfers.queued(Direction.OFFLOAD)
-        for transfer in queued:
-            self.cancel(transfer)
-        return bool(queued)
+        """Cancel all backups that have not begun. Returns whether there were any."""
+        return sum(map(self.cancel, self.transfers.pending(Direction.OFFLOAD))) > 0
 
     def clear(self, namespace: Namespace) -> int:
-        """Forget all unlocked blocks of `namespace`, cancelling what has not started. Returns how many blocks went."""
+        """Forget all unlocked blocks of `namespace`, cancelling what has not begun. Returns how many blocks went."""
         for transfer in self.transfers.pending():
-            if transfer.end.namespace == namespace and not transfer.started and transfer.outcome is None:
+            if transfer.end.namespace == namespace:
                 self.cancel(transfer)
         removed = self.tree.clear(namespace)
         self.release(removed)
         return sum(len(one.blocks) for one in removed)
 
-    def drain(self) -> list[Transfer]:
+    def drain(self) -> list[NodeTransfer]:
         """Land what has been copied. Returns the transfers that ended."""
         ended = []
-        for transfer, copied in self.transfers.drain():
-            if copied.ok and transfer.is_load:
-                self.counters.blocks_loaded += transfer.blocks
-                self.cost.load.observe(transfer.blocks, copied.seconds)
+        copied = self._copier.drain() if self.host_blocks else ()
+        for transfer in filter(None, map(self.transfers.end, copied)):
+            if transfer.is_load and not transfer.has_failed:
                 self._landed.append(transfer)
-                continue
-            if copied.ok:
-                self.counters.blocks_offloaded += transfer.blocks
             else:
-                self.counters.failed_copies += 1
-            self._land(transfer, copied.ok)
-            ended.append(transfer)
+                self._land(transfer)
+                ended.append(transfer)
         while ready := next((one for one in self._landed if one.nodes[0].above is not State.LOADING), None):
             self._landed.remove(ready)
-            self._land(ready, ok=True)
+            self._land(ready)
             ended.append(ready)
         return ended
 
-    def _land(self, transfer: Transfer, ok: bool) -> None:
-        if not ok:
+    def _land(self, transfer: NodeTransfer) -> None:
+        if transfer.has_failed:
             self._end(transfer, Outcome.FAILED)
-        self._settle(transfer, ok)
+        self._settle(transfer, not transfer.has_failed)
         if not transfer.is_load:
             self._end(transfer, Outcome.COMPLETED)
             waiting, self._waiting = self._waiting, {}
@@ -387,7 +300,7 @@ class Tiers:
             self._end(transfer, Outcome.LATE if late else Outcome.WASTED)
             self._cancel_orphans()
 
-    def _settle(self, transfer: Transfer, keep: bool) -> None:
+    def _settle(self, transfer: NodeTransfer, keep: bool) -> None:
         """Give the targets to the nodes that still lack them below what is resident, or back to the pool."""
         tier = DEVICE if transfer.is_load else HOST
         spare: list[int] = []
@@ -405,12 +318,12 @@ class Tiers:
         self.tree.unlock(transfer.end)
 
     def _cancel_orphans(self) -> None:
-        """Cancel queued loads whose ancestors are neither on the device nor on their way any more."""
-        for transfer in self.transfers.queued(Direction.LOAD):
-            if transfer.nodes[0].above is State.HOST and transfer.outcome is None:
+        """Cancel loads that have not begun whose ancestors are neither on the device nor on their way any more."""
+        for transfer in self.transfers.pending(Direction.LOAD):
+            if transfer.nodes[0].above is State.HOST:
                 self.cancel(transfer)
 
-    def pending(self) -> list[Transfer]:
+    def pending(self) -> list[NodeTransfer]:
         """Return what is queued, under way, or copied and waiting for its ancestors."""
         return [*self.transfers.pending(), *self._landed]
 
@@ -442,7 +355,7 @@ def _check_owners(pool: BlockPool, tier: Tier, nodes: Sequence[TreeNode], others
         raise PlanError(f"owned {tier.name} blocks", sorted(owned), "one is free as well")
 
 
-def _check_transfers(nodes: Sequence[TreeNode], pending: Sequence[Transfer]) -> None:
+def _check_transfers(nodes: Sequence[TreeNode], pending: Sequence[NodeTransfer]) -> None:
     """Check that nodes and transfers agree, states are legal (see `node.py`), and arrivals are counted."""
     moving = {node: transfer for transfer in pending for node in transfer.nodes}
     for node in nodes:
@@ -453,8 +366,6 @@ def _check_transfers(nodes: Sequence[TreeNode], pending: Sequence[Transfer]) -> 
         legal = (State.LOADING, State.BOTH) if node.transfer.is_load else (State.OFFLOADING,)
         if node.state not in legal or not node.locks:
             raise PlanError("state", node.state, f"with a {node.transfer.copy.direction}, under {node.locks} locks")
-        if node.above is State.HOST and node.state is State.LOADING and not node.transfer.started:
-            raise PlanError("state", node.state, "is queued to load, but its ancestors are not on their way")
     if moving:
         raise PlanError("transfers", list(moving.values()), "have nodes that are not in the tree")
     arrived = Counter(node.arrival for node in nodes if node.arrival)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import threading
@@ -37,16 +36,16 @@ class _Order:
     """A queued copy: the first `done` blocks have been copied, in `seconds`."""
 
     copy: Copy
-    number: int
     after: torch.cuda.Event | None
     urgent: bool = False
+    begun: bool = False
     done: int = 0
     seconds: float = 0.0
 
     @property
-    def rank(self) -> tuple[bool, bool, int]:
-        """Return the sort key; the least goes first."""
-        return not self.urgent, self.copy.direction is Direction.OFFLOAD, self.number
+    def rank(self) -> tuple[bool, bool]:
+        """Return the sort key; the least goes first, and of several the one that came first."""
+        return not self.urgent, self.copy.direction is Direction.OFFLOAD
 
 
 class PoolCopier:
@@ -76,7 +75,6 @@ class PoolCopier:
         self._piece = max(1, (GPU_PIECE if self._cuda else PIECE) // block_bytes)
         self._orders: dict[int, _Order] = {}
         self._changed = threading.Condition()
-        self._count = itertools.count()
         self._ended: queue.SimpleQueue[Copied] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kedge-copier", daemon=True)
@@ -84,7 +82,7 @@ class PoolCopier:
 
     def submit(self, copy: Copy) -> None:
         """Queue a copy. Returns at once and does not raise; once closed, nothing is copied any more."""
-        order = _Order(copy, next(self._count), self._now())
+        order = _Order(copy, self._now())
         with self._changed:
             self._orders[copy.copy_id] = order
             self._changed.notify()
@@ -94,6 +92,15 @@ class PoolCopier:
         with self._changed:
             if order := self._orders.get(copy_id):
                 order.urgent = True
+
+    def cancel(self, copy_id: int) -> bool:
+        """Drop a copy that has not begun. Returns whether it was dropped."""
+        with self._changed:
+            order = self._orders.get(copy_id)
+            may_drop = order is not None and not order.begun
+            if may_drop:
+                del self._orders[copy_id]
+        return may_drop
 
     def drain(self) -> list[Copied]:
         """Return the copies that have ended since the last call."""
@@ -118,6 +125,7 @@ class PoolCopier:
                 if self._closed.is_set():
                     return
                 order = min(self._orders.values(), key=lambda order: order.rank)
+                order.begun = True
             if copied := self._advance(order):
                 with self._changed:
                     del self._orders[copied.copy_id]

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from kedge.policies.eviction import StepView, distance
-
-Target = TypeVar("Target")
 
 PREFETCH_WINDOW = 2.0
 """Fixed prompts and histories of sessions needed within this many steps are prefetched: the next agent, and the one
@@ -16,29 +12,9 @@ behind it"""
 PREFETCH_JOBS = 4
 """Prefetches that may be queued or under way, so that what is forecast for later does not delay what is next"""
 COPY_JOBS = 2
-"""Copies that may be under way in each direction: one is copied while the next is prepared"""
+"""Loads under way from which on requests of vLLM behind the first wait: one is copied while the next is prepared"""
 MAX_WAIT_S = 10.0
 """Seconds that a request waits for KV from the host; then it computes what it lacks. A bound for safety: loads pay"""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate(Generic[Target]):
-    """A fixed prompt whose end is not on the device; `node` is that end, or a handle to it."""
-
-    node: Target
-    step: float
-    probability: float
-    size: int
-    """Blocks to load."""
-
-    @property
-    def order(self) -> tuple[float, ...]:
-        """Soonest first, then likeliest, then smallest."""
-        return self.step, -self.probability, self.size
-
-    def may_replace(self, victim: StepView, virtual_step: float) -> bool:
-        """Return whether it may be loaded in the place of `victim`."""
-        return may_replace(victim, self.step, virtual_step, self.probability)
 
 
 def is_within(step: float | None, window: float) -> bool:

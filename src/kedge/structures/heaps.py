@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, TypeVar
 
 Key = tuple[float, ...]
@@ -15,7 +15,8 @@ Item = TypeVar("Item", bound=Hashable)
 class LazyHeap(Generic[Item]):
     """Candidates by ascending key, logarithmic in their number.
 
-    Push an item again when it becomes a candidate or its key changes: only its newest entry counts, by its ticket.
+    Push an item again when it becomes a candidate or its key falls: only its newest entry counts, by its ticket. Where
+    its key has grown, it is entered anew when it surfaces.
     """
 
     def __init__(self, key: Callable[[Item], Key], is_candidate: Callable[[Item], bool] | None = None) -> None:
@@ -35,9 +36,15 @@ class LazyHeap(Generic[Item]):
 
     def peek(self) -> Item | None:
         """Return the candidate with the least key, which stays; None if there is none."""
-        while self._heap and not self._is_current(self._heap[0]):
-            heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        while self._heap:
+            key, ticket, item = self._heap[0]
+            if not self._is_current(self._heap[0]):
+                heappop(self._heap)
+            elif (present := self._key(item)) != key:
+                heapreplace(self._heap, (present, ticket, item))
+            else:
+                return item
+        return None
 
     def pop(self) -> Item | None:
         """Remove and return the candidate with the least key; None if there is none."""
@@ -48,9 +55,9 @@ class LazyHeap(Generic[Item]):
         return item
 
     def covers(self, items: Iterable[Item]) -> bool:
-        """Return whether exactly `items` would be popped, each under the key that it has now."""
+        """Return whether exactly `items` would be popped, in the order of the keys that they have now."""
         current = {entry[2]: entry[0] for entry in self._heap if self._is_current(entry)}
-        return current == {item: self._key(item) for item in items}
+        return current.keys() == set(items) and all(key <= self._key(item) for item, key in current.items())
 
     def _is_current(self, entry: tuple[Key, int, Item]) -> bool:
         _, ticket, item = entry

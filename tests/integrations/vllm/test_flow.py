@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kedge.integrations.vllm.plugin import host_loads
+from kedge.types import AgentKey
 from tests.integrations.vllm.conftest import BLOCK, Answers, Driver, driver, prompt, receipt, turn_of
 
 AGENTS = 10
@@ -44,18 +44,15 @@ def small(tiny_llama: Path, stock: object, request: pytest.FixtureRequest) -> It
     named all the same; what is not run here is that a step is scheduled before the one before it has ended.
     """
     tiers = {"host_memory": "100 blocks"}
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        driver(
-            tiny_llama,
-            extra={"tiers": tiers},
-            num_gpu_blocks_override=41,
-            scheduling_policy="priority",
-            scheduler_cls=f"kedge.integrations.vllm.plugin.scheduler.{request.param}",
-        ) as built,
-    ):
-        patched.setattr(host_loads, "PREFETCH_JOBS", 1)
-        patched.setattr(host_loads, "PREFETCH_WINDOW", 1.0)
+    with driver(
+        tiny_llama,
+        extra={"tiers": tiers},
+        num_gpu_blocks_override=41,
+        scheduling_policy="priority",
+        scheduler_cls=f"kedge.integrations.vllm.plugin.scheduler.{request.param}",
+    ) as built:
+        prefetcher = built.side.loads.prefetcher
+        prefetcher.jobs, prefetcher.window = 1, 1.0
         yield built
 
 
@@ -166,21 +163,26 @@ def test_a_failed_copy_is_computed(flow: Driver, stock: Answers, monkeypatch: py
     flow.check_rest()
 
 
+def agents(flow: Driver) -> list[AgentKey]:
+    """The agents whose next run is known."""
+    return [key for key in flow.side.owners.next_runs if isinstance(key, AgentKey)]
+
+
 def test_an_ended_run_protects_nothing(flow: Driver) -> None:
     for agent in range(4):
         flow.ask(call(agent, 0), kedge=far(agent, run="short", final=agent == 3))
-    assert "short" not in {key.run_id for key in flow.side.prompts.steps}
+    assert "short" not in {key.run_id for key in agents(flow)}
     flow.check_rest()
 
 
 def test_old_forecasts_expire_without_a_host_tier(flow: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow.side, "loads", None)
     flow.answer(call(0, 0), kedge=hints(0))
-    assert len(flow.side.prompts.steps) >= AGENTS
+    assert len(agents(flow)) >= AGENTS
     later = time.monotonic() + 601
     monkeypatch.setattr("kedge.integrations.vllm.plugin.owners.time", SimpleNamespace(monotonic=lambda: later))
     flow.answer(call(1, 0))
-    assert not flow.side.prompts.steps
+    assert not agents(flow)
 
 
 def test_reuse_can_be_switched_off(flow: Driver, stock: Answers) -> None:

@@ -192,7 +192,7 @@ def test_a_reset_abandons_the_copies_under_way(
         patched.setattr(hosted.worker._copier, "drain", tuple)
         others = [hosted.add(prompt(HEAD, 950), 3), hosted.add(prompt(HEAD, 951), 60)]
         name = hosted.add(chat.grow(), ANSWER)
-        hosted.run(until=lambda: (tier.loads if direction == "load" else tier._backing_up) and not tier._new_copies)
+        hosted.run(until=lambda: (tier._loading if direction == "load" else tier._backing_up) and not tier._new_copies)
         for _ in range(2):
             assert hosted.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=empties_host)
             assert not tier._loading and not tier._backing_up and tier.busy

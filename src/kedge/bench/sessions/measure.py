@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from kedge.bench.sessions.arrivals import Arrival, Conversation, SessionBenchSettings, traffic_of
-from kedge.cache import CacheManager, Copied, Copy, Lease, Readiness
+from kedge.cache import CacheManager, Copied, Copier, Copy, Lease, Readiness
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
 from kedge.policies.eviction import policy_of
@@ -49,7 +49,7 @@ def ceiling(arrivals: Sequence[Arrival]) -> float:
     return hit_rate(hits, arrivals)
 
 
-class NoCopier:
+class NoCopier(Copier):
     """A copier whose copies end at once without copying."""
 
     def __init__(self) -> None:

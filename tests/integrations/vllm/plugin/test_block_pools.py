@@ -143,9 +143,8 @@ def test_what_comes_back_from_the_host_is_a_hit(name: str, data: st.DataObject) 
     """Of what was backed up, whatever the device has lost is loaded, and nothing twice."""
     found = groups(MODELS[name])
     device = BlockPool(BLOCKS, True, SIZE)
-    replace_queue(device, POLICY, groups=found).on_forecast({"owner": (1.0, 1.0)})
+    replace_queue(device, POLICY, groups=found).owners.on_forecast({"owner": (1.0, 1.0)})
     tier = HostTier(device, BLOCKS, POLICY, 1)
-    tier.queue.on_forecast({"owner": (1.0, 1.0)})
     length = data.draw(st.integers(1, LENGTH))
     length -= length % found.align
     prompt = HASHES[:length]
@@ -230,7 +229,7 @@ PLAIN = [make_block_hash_with_group_id(one, 0) for one in HASHES]
 @pytest.fixture
 def pool() -> BlockPool:
     built = opened(10)
-    built.free_block_queue.on_forecast({"a": (1.0, 1.0)})
+    built.free_block_queue.owners.on_forecast({"a": (1.0, 1.0)})
     return built
 
 

@@ -181,7 +181,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(AGENTS), step=st.sampled_from([0.0, 1.0, 2.0, 3.0, math.inf, None]))
     def forecast(self, owner: str, step: float | None) -> None:
-        self.queue.on_forecast({owner: None if step is None else (step, 1.0)})
+        self.queue.owners.on_forecast({owner: None if step is None else (step, 1.0)})
         self.twin.forecast(owner, step)
 
     @rule(policy=st.sampled_from([POLICY, lru]))
@@ -234,7 +234,7 @@ TestSteps.settings = settings(max_examples=40, stateful_step_count=40, deadline=
 def test_a_head_of_many_owners_is_one_set_that_grows_in_place_and_may_be_split() -> None:
     queue = StepFreeQueue([], 4, POLICY)
     sessions = [f"s{i}" for i in range(30)]
-    queue.on_forecast(dict.fromkeys([*sessions, "new"], (2.0, 1.0)))
+    queue.owners.on_forecast(dict.fromkeys([*sessions, "new"], (2.0, 1.0)))
     for session in sessions:
         queue.own([0, 1, 2], session)
     assert queue.set_of[0] is queue.set_of[1] and len(list(queue.sets())) == 3, "the head, and those without owners"

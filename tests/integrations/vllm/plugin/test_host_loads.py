@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kedge.cache import Copied, Copy
+from kedge.cache.copies import Purpose
 from kedge.integrations.vllm.plugin import host_loads
 from kedge.integrations.vllm.plugin.block_pools import cached_block, cached_prefix
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
@@ -20,7 +21,6 @@ from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.policies.prefetch import is_within
 from kedge.settings import TierSettings
-from kedge.workflow.steps import NextRun
 from tests.integrations.vllm.plugin.pools import POLICY, SIZE, admitted, chain, computed, evicted, land, opened
 
 DEVICE, HOST = 12, 24
@@ -44,20 +44,17 @@ class Engine:
         self.tier.load_pays = lambda _: False  # type: ignore[method-assign] # of no matter while nobody waits
         self.settings = TierSettings(host_memory=f"{HOST} blocks", **tiers)
         self.trusted = True
-        self.prompts = SimpleNamespace(prompts={}, steps={}, changed=False)
+        self.prompts = SimpleNamespace(prompts={})
         self.loads = HostLoads(self.tier, self.prompts, self.settings, SIZE, lambda: self.trusted)  # type: ignore[arg-type]
         self.steps: dict[str, float] = {}
         self.sent: list[Copy] = []
 
-    def set_step(self, name: str, step: float | None) -> None:
+    def set_step(self, name: str, step: float | None, probability: float = 1.0) -> None:
         if step is None:
             self.steps.pop(name, None)
         else:
             self.steps[name] = step
-        changes = {name: None if step is None else (step, 1.0)}
-        for queue in (self.queue, self.tier.queue):
-            queue.on_forecast(changes)
-        self.loads.on_steps(changes)  # type: ignore[arg-type]
+        self.queue.owners.on_forecast({name: None if step is None else (step, probability)})
 
     def turn(self, name: str, length: int, step: float) -> None:
         """Run a turn of a session, which is idle then, and back its history up."""
@@ -79,7 +76,8 @@ class Engine:
         """Run an agent, whose fixed prompt is needed again in so many steps, and is known as that."""
         self.turn(name, length, step)
         self.loads._forget(name)
-        self.prompts.prompts[name], self.prompts.steps[name] = prompt(name, length), NextRun(step, probability)
+        self.prompts.prompts[name] = prompt(name, length)
+        self.set_step(name, step, probability)
 
     def land(self, ok: bool = True) -> None:
         land(self.tier, self.sent, ok)
@@ -87,13 +85,12 @@ class Engine:
 
     def prefetch(self, slots: int = 4, *, waiting: bool = False) -> list[str]:
         """Order prefetches; the first blocks' owners, in order."""
-        before = set(self.tier._transfers)
+        before = set(self.tier.transfers.pending())
         self.loads.look_again()
         live: Any = SimpleNamespace(may_load=True, is_admitted=not waiting, session=None)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(host_loads, "PREFETCH_JOBS", self.tier.prefetching + slots)
-            self.sent += self.loads.copies([live], idle=False)
-        return [str(one.owner) for key, one in self.tier._transfers.items() if key not in before]
+        self.loads.prefetcher.jobs = sum(one.purpose is Purpose.PREFETCH for one in before) + slots
+        self.sent += self.loads.copies([live], idle=False)
+        return [str(one.owner) for one in self.tier.transfers.pending() if one not in before]
 
     def on_device(self, name: str, length: int) -> int:
         return cached_prefix(self.pool, prompt(name, length))
@@ -103,9 +100,9 @@ def test_a_session_that_comes_near_is_loaded_before_its_request() -> None:
     engine = Engine()
     engine.turn("c", 4, 50.0)
     evicted(engine.pool)
-    assert engine.prefetch() == [] and not engine.loads._is_due, "it is far away"
+    assert engine.prefetch() == [] and not engine.loads.prefetcher.due, "it is far away"
     engine.set_step("c", 1.5)
-    assert engine.loads._is_due and engine.prefetch(waiting=True) == [], "a request waits"
+    assert engine.loads.prefetcher.due and engine.prefetch(waiting=True) == [], "a request waits"
     engine.trusted = False
     assert engine.prefetch() == [], "LRU rules"
     engine.trusted = True
@@ -114,7 +111,7 @@ def test_a_session_that_comes_near_is_loaded_before_its_request() -> None:
     assert engine.on_device("c", 4) == 4
     assert engine.prefetch() == []
     engine.set_step("c", 1.4)
-    assert not engine.loads._is_due, "it is on the device"
+    assert not engine.loads.prefetcher.due, "it is on the device"
 
 
 def test_near_sessions_and_agents_are_loaded_soonest_first() -> None:
@@ -133,7 +130,7 @@ def test_an_agent_that_is_unlikely_to_run_replaces_nothing_that_is_needed() -> N
     evicted(engine.pool)
     engine.turn("d", 12, 9.0)
     assert engine.prefetch() == []
-    engine.prompts.steps["c"] = NextRun(1.0, 0.6)
+    engine.set_step("c", 1.0, 0.6)
     assert engine.prefetch() == ["c"]
 
 
@@ -198,7 +195,8 @@ class Prefetches(RuleBasedStateMachine):
         for name, hashes in engine.loads._histories.items():
             step = engine.steps.get(str(name), math.inf)
             is_gone = cached_block(engine.pool, hashes[-1]) is None
-            if is_gone and step >= 0 and is_within(step, host_loads.PREFETCH_WINDOW) and name not in (*SHARING, *lost):
+            is_near = step >= 0 and is_within(step, engine.loads.prefetcher.window)
+            if is_gone and is_near and name not in (*SHARING, *lost):
                 first, stop = engine.tier.extent(hashes)
                 assert engine.tier.loading(hashes[-1]) or first == stop
 
@@ -250,7 +248,7 @@ class Waiting(Engine):
 
     @property
     def under_way(self) -> list[str]:
-        return [str(one.owner) for one in self.tier._transfers.values()]
+        return [str(one.owner) for one in self.tier.transfers.pending()]
 
     @property
     def computing(self) -> str:

@@ -131,7 +131,7 @@ def test_what_a_rank_fails_to_copy_is_not_loaded(ends: tuple[bool, bool]) -> Non
     world, prompt = Copies(), chain("a", 4)
     backed_up(world, "a", 4)
     world.empty_device()
-    world.tier._ranks = 2
+    world.tier.transfers._ranks = 2
     transfer = world.tier.load(prompt, Purpose.DEMAND, None, lambda _: True)
     assert transfer
     for ok in ends:
@@ -161,7 +161,7 @@ class CopiesOfTenants(Copies):
     @rule(name=st.sampled_from("abc"), steps=st.none() | st.integers(0, 3))
     def step(self, name: str, steps: int | None) -> None:
         """A session's step is known, or is not any more."""
-        self.tier.queue.on_forecast({session(name): None if steps is None else (float(steps), 1.0)})
+        self.tier.owners.on_forecast({session(name): None if steps is None else (float(steps), 1.0)})
 
     @invariant()
     def within_quotas(self) -> None:
@@ -183,7 +183,7 @@ TestCopiesOfTenants.settings = settings(max_examples=60, stateful_step_count=30,
 def backed_up(world: Copies, name: str, length: int, may_evict: Any = lambda _: True) -> None:
     """A turn of a session ends, and its history is copied to the host."""
     world.compute(name, length)
-    world.tier.queue.on_forecast({session(name): (1.0, 1.0)})
+    world.tier.owners.on_forecast({session(name): (1.0, 1.0)})
     world.tier.back_up(chain(name, length), session(name), may_evict)
     land(world.tier)
 

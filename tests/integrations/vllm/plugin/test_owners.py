@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import RequestStatus
 
+from kedge.cache.owners import Owners
 from kedge.integrations.vllm.plugin.block_pools import leading_blocks
 from kedge.integrations.vllm.plugin.owners import SessionHistories
 from kedge.integrations.vllm.plugin.requests import LiveRequest
@@ -33,7 +34,7 @@ class Engine:
         self.pool = opened(BLOCKS)
         self.queue: Any = self.pool.free_block_queue
         self.now = 0.0
-        self.sessions = SessionHistories(lambda: self.now)
+        self.sessions = SessionHistories(self.queue.owners, lambda: self.now)
         self.sessions.bind(self.pool)
         self.running: dict[str, tuple[Any, list[Any]]] = {}
         self.live: dict[str, LiveRequest] = {}
@@ -130,7 +131,7 @@ def test_blocks_of_all_groups_are_owned() -> None:
 
 
 def test_before_it_is_bound_it_does_nothing() -> None:
-    idle = SessionHistories()
+    idle = SessionHistories(Owners())
     asked: Any = SimpleNamespace(request_id="r", cache_salt=None, block_hashes=[])
     idle.arrive(live := LiveRequest(asked))
     assert live.session is None and idle.finish(live, []) is None
@@ -183,7 +184,7 @@ class Turns(RuleBasedStateMachine):
     def sound(self) -> None:
         engine = self.engine
         engine.queue.check_integrity()
-        assert len(engine.queue._steps) <= len(engine.sessions.ledger.tracker)
+        assert len(engine.queue.owners.next_runs) <= len(engine.sessions.ledger.tracker)
 
 
 TestTurns = Turns.TestCase

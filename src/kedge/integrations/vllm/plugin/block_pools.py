@@ -21,8 +21,9 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
 
+from kedge.cache.owners import Owner, Owners
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
+from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.policies.eviction import EvictionPolicy
 from kedge.structures.prefixes import leading_count
 
@@ -188,9 +189,11 @@ def _window(spec: Any, extra: int) -> int | None:
     raise LayoutUnknown("groups", type(spec).__name__, "is of no kind that is known")
 
 
-def replace_queue(pool: BlockPool, policy: EvictionPolicy, groups: CacheGroups = ONE_GROUP) -> StepFreeQueue:
+def replace_queue(
+    pool: BlockPool, policy: EvictionPolicy, groups: CacheGroups = ONE_GROUP, owners: Owners | None = None
+) -> StepFreeQueue:
     """Give a pool of blocks of `groups` a queue with this policy. It has handed out its null block alone."""
-    queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy)
+    queue = StepFreeQueue(pool.free_block_queue.get_all_free_blocks(), len(pool.blocks), policy, owners)
     pool.free_block_queue = queue
     queue.groups = groups
     return queue

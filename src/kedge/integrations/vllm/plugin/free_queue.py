@@ -9,39 +9,31 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kedge.cache.owners import Owner, Owners, Ranked
 from kedge.errors import PlanError
 from kedge.policies.eviction import EvictionKey, EvictionPolicy, StepView, kind_of
-from kedge.structures.heaps import LazyHeap, StepCounts
+from kedge.structures.heaps import LazyHeap
 from kedge.structures.prefixes import leading_count
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-Owner = Hashable
-"""Who needs a block again: an agent whose fixed prompt it holds, or a session whose history it holds."""
 
-
-class OwnerSet:
+class OwnerSet(Ranked):
     """A set of owners with the free blocks that have exactly these owners: the unit that an eviction policy ranks."""
 
-    __slots__ = ("_steps", "free", "key", "last_access", "members", "owners", "stamp", "step", "varying")
+    __slots__ = ("free", "members", "owners", "stamp")
 
     def __init__(self, varying: bool = False, stamp: int | None = None) -> None:
+        super().__init__()
         self.owners, self.varying = set[Owner](), varying
         self.stamp = stamp
         """When blocks were last added, for a set with owners; None: each block has its own time"""
-        self._steps = StepCounts()
-        self.step: float | None = None
-        """The least step of its owners"""
-        self.last_access = 0
         self.members = 0
         """Blocks with these owners, free or not; not counted for the two sets without owners."""
-        self.key: EvictionKey = ()
-        """Under which it is in the heap"""
         self.free: OrderedDict[int, Any] = OrderedDict()
         """Free blocks by id, as they were added"""
 
@@ -50,40 +42,35 @@ class OwnerSet:
         """Its free blocks in the order of their eviction."""
         return self.free.values() if self.stamp is None else reversed(self.free.values())
 
-    def change_step(self, old: float | None, new: float | None) -> bool:
-        """Replace the step of one owner. Returns whether the least step of the set changes."""
-        before = self.step
-        if old is not None:
-            self._steps.remove(old)
-        if new is not None:
-            self._steps.add(new)
-        self.step = self._steps.least
-        return before != self.step
-
 
 class StepFreeQueue:
     """A drop-in for `vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue`. Without owners it has the same order.
 
-    It has the owner set of every block and the step of every owner. A set exists while it has members. The owners of a
-    block are set while a request holds it, and forgotten when its KV is evicted.
+    It has the owner set of every block. A set exists while it has members. The owners of a block are set while a
+    request holds it, and forgotten when its KV is evicted.
 
     Blocks with the same owners are evicted one after the other, from the one that was added last: a prompt's blocks may
     be added as it grows, without a use of those before. Blocks without owners are ranked by the oldest free one; those
     that are freed one after another share a stamp.
     """
 
-    def __init__(self, blocks: Sequence[KVCacheBlock], num_blocks: int, policy: EvictionPolicy) -> None:
-        """`blocks` are free, first to be used first; all block ids are below `num_blocks`."""
+    def __init__(
+        self, blocks: Sequence[KVCacheBlock], num_blocks: int, policy: EvictionPolicy, owners: Owners | None = None
+    ) -> None:
+        """`blocks` are free, first to be used first; all block ids are below `num_blocks`. Several queues may have the
+        same `owners`.
+        """
+        self.owners = owners or Owners()
+        self.owners.followers.append(self._follow)
         self.evicted: Counter[str] = Counter()
         """Blocks with KV that were handed out, by `kind_of`"""
         self.groups: Any = None
         """The KV cache groups whose blocks are in it: set and read by `block_pools.py` alone"""
         self._num_blocks, self._policy, self._clock = num_blocks, policy, 0
-        self._steps: dict[Owner, float] = {}
         self._begin(blocks)
 
     def _begin(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Begin with free blocks that have neither KV worth keeping nor owners. Steps stay known."""
+        """Begin with free blocks that have neither KV worth keeping nor owners."""
         self.num_free_blocks = 0
         self._empty: dict[int, Any] = {}
         """Free blocks without KV worth keeping by id, the one that is used next at the end"""
@@ -95,8 +82,8 @@ class StepFreeQueue:
         self._by_owner: dict[Owner, set[OwnerSet]] = {}
         self._stamps = [0] * self._num_blocks
         """When each block was freed, by block id"""
-        self._heap: LazyHeap[OwnerSet] = LazyHeap(attrgetter("key"), lambda owners: bool(owners.free))
-        """All sets with free blocks, under the key that they have now or a lesser one"""
+        self._heap: LazyHeap[OwnerSet] = LazyHeap(self._key, lambda owners: bool(owners.free))
+        """All sets with free blocks"""
         self.prepend_n(blocks)
 
     # called by vLLM -------------------------------------------------------------------------------------------
@@ -142,7 +129,7 @@ class StepFreeQueue:
                 added.reverse()
             owners.free.update(added)
             if not is_ranked:
-                self._rank(owners)
+                self._heap.push(owners)
         self.num_free_blocks += len(blocks)
 
     def prepend_n(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -166,7 +153,8 @@ class StepFreeQueue:
 
     def _evict(self, most: int) -> list[Any]:
         """Take up to `most` blocks of the set that goes first: those that were freed with its oldest."""
-        owners = self._first()
+        owners = self._heap.peek()
+        assert owners is not None
         free, is_whole, count = owners.free, owners.stamp is not None, min(most, len(owners.free))
         if not is_whole and count > 1:
             stamps, oldest = self._stamps, self._oldest(owners)
@@ -178,25 +166,13 @@ class StepFreeQueue:
             self.release(owners, taken)
         return taken
 
-    def _first(self) -> OwnerSet:
-        """Return the set with the least key. One whose oldest block has left since it was ranked is ranked again."""
-        while owners := self._heap.peek():
-            if owners.key == self._key(owners, self._oldest(owners)):
-                return owners
-            self._rank(owners)
-        raise PlanError("free blocks", 0, "no owner set has any")
-
-    def _rank(self, owners: OwnerSet) -> None:
-        """Enter a set with free blocks into the heap, under its present key."""
-        owners.key = self._key(owners, self._oldest(owners))
-        self._heap.push(owners)
-
     def _oldest(self, owners: OwnerSet) -> int:
         """Return the stamp of a set with free blocks, which is that of its oldest one."""
         return self._stamps[next(iter(owners.free))] if owners.stamp is None else owners.stamp
 
-    def _key(self, owners: OwnerSet, stamp: int) -> EvictionKey:
-        owners.last_access = stamp
+    def _key(self, owners: OwnerSet, stamp: int | None = None) -> EvictionKey:
+        """Return the key of a set with free blocks, or of its blocks that were freed at `stamp`."""
+        owners.last_access = self._oldest(owners) if stamp is None else stamp
         return self._policy(owners)
 
     def _sorted(self, sets: Iterable[OwnerSet]) -> list[Any]:
@@ -212,27 +188,16 @@ class StepFreeQueue:
     def set_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Evict by `policy` from now on. Returns the policy before. O(owner sets)."""
         before, self._policy = self._policy, policy
-        self._rank_again(self.sets())
-        return before
-
-    def _rank_again(self, sets: Iterable[OwnerSet]) -> None:
-        for owners in sets:
+        for owners in self.sets():
             if owners.free:
-                self._rank(owners)
+                self._heap.push(owners)
+        return before
 
     # owners ---------------------------------------------------------------------------------------------------
 
     def sets(self) -> Iterator[OwnerSet]:
         """Yield all sets that a block may be in."""
         return itertools.chain((self.unowned, self.suffix), self._owned)
-
-    def has_step(self, owner: Owner) -> bool:
-        """Return whether the step of `owner` is known."""
-        return owner in self._steps
-
-    def step_of(self, owner: Owner) -> float:
-        """Return the step of an owner that has one."""
-        return self._steps[owner]
 
     def owns(self, block_id: int, owner: Owner) -> bool:
         """Return whether a block belongs to `owner`."""
@@ -242,27 +207,20 @@ class StepFreeQueue:
         """Return how many blocks `owner` owns. O(its sets)."""
         return sum([owners.members for owners in self._by_owner.get(owner, ())])
 
-    def on_forecast(self, changes: Mapping[Any, tuple[float, float] | None]) -> None:
-        """Take new steps (with probabilities, which are not used here); None removes an owner.
-
-        O(owner sets of the changed owners).
-        """
-        for owner, next_run in changes.items():
-            if next_run is None:
-                self.leave(owner)
-                self._steps.pop(owner, None)
-                continue
-            old, new = self._steps.get(owner), next_run[0]
-            if old != new:
-                self._steps[owner] = new
-                self._rank_again(one for one in self._by_owner.get(owner, ()) if one.change_step(old, new))
+    def _follow(self, owner: Owner, old: float | None, new: float | None) -> None:
+        """Take the new step of an owner: O(its sets). None: it owns nothing any more."""
+        for owners in self._by_owner.pop(owner, ()) if new is None else self._by_owner.get(owner, ()):
+            if new is None:
+                owners.owners.discard(owner)
+            if owners.change_step(old, new) and owners.free:
+                self._heap.push(owners)
 
     def own(self, block_ids: Iterable[int], owner: Owner) -> None:
         """Mark blocks that are in use as part of what `owner` needs again: a fixed prompt, or a history.
 
         Raises `PlanError` for an owner without a step.
         """
-        if owner not in self._steps:
+        if self.owners.step(owner) is None:
             raise PlanError("owner", owner, "has no step")
         for owners, members in self.by_set(block_ids).items():
             if owner in owners.owners:
@@ -316,7 +274,7 @@ class StepFreeQueue:
 
     def _widen(self, owners: OwnerSet, owner: Owner) -> None:
         owners.owners.add(owner)
-        owners.change_step(None, self._steps[owner])
+        owners.change_step(None, self.owners.step(owner))
         self._by_owner.setdefault(owner, set()).add(owners)
 
     def own_history(self, block_ids: Sequence[int], owner: Owner) -> None:
@@ -336,13 +294,10 @@ class StepFreeQueue:
         """Let an owner, whose step stays known, own nothing: blocks without other owners compete like unowned ones from
         now on. O(its sets).
         """
-        for owners in self._by_owner.pop(owner, set()):
-            owners.owners.discard(owner)
-            if owners.change_step(self._steps[owner], None):
-                self._rank_again((owners,))
+        self._follow(owner, self.owners.step(owner), None)
 
     def forget_blocks(self) -> None:
-        """Drop the KV and the owners of all blocks: the prefix cache was emptied. Steps stay known."""
+        """Drop the KV and the owners of all blocks: the prefix cache was emptied."""
         self._begin([*reversed(self._empty.values()), *(block for owners in self.sets() for block in owners.order)])
 
     def room(self, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
@@ -377,11 +332,11 @@ class StepFreeQueue:
         for owners in sets:
             if any(self.set_of[at] is not owners for at in owners.free):
                 raise PlanError("owners", owners.owners, "has blocks of others in its list")
-            if owners.free and owners.key > self._key(owners, self._oldest(owners)):
-                raise PlanError("owners", owners.owners, "is not in the eviction order where it should be")
+        if not self._heap.covers(owners for owners in sets if owners.free):
+            raise PlanError("eviction order", len(sets), "does not hold exactly the sets with free blocks")
         for owners in self._owned:
-            steps = [self._steps[owner] for owner in owners.owners]
-            if owners.step != min(steps, default=None) or owners.members != self.set_of.count(owners):
+            steps = [self.owners.next_runs[owner][0] for owner in owners.owners]
+            if not owners.has_steps(steps) or owners.members != self.set_of.count(owners):
                 raise PlanError("owners", owners.owners, f"step {owners.step} of {steps}, {owners.members} members")
         for owner, found in self._by_owner.items():
             if found != {owners for owners in self._owned if owner in owners.owners}:

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from vllm.v1.core.kv_cache_utils import BlockHash
 
-from kedge.cache import Copied, Copy
+from kedge.cache import Copied, Copy, Direction
 from kedge.cache.copies import Purpose
+from kedge.cache.owners import Owner, Prefetcher
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.block_pools import has_end, own_known, own_prefix
-from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.owners import AgentPrompts
 from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.policies.eviction import StepView, distance
-from kedge.policies.prefetch import (
-    COPY_JOBS,
-    MAX_WAIT_S,
-    PREFETCH_JOBS,
-    PREFETCH_WINDOW,
-    Candidate,
-    is_within,
-    may_replace,
-)
-from kedge.policies.sessions import NextRuns, SessionKey
+from kedge.policies.prefetch import COPY_JOBS, MAX_WAIT_S, is_awaited
+from kedge.policies.sessions import SessionKey
 from kedge.settings import TierSettings
 from kedge.structures.prefixes import first_of
 
@@ -46,35 +38,28 @@ class HostLoads:
     ) -> None:
         """`is_trusted` returns whether sessions, and not LRU, rule the device."""
         self.tier, self._prompts = tier, prompts
-        self._histories: OrderedDict[Owner, Sequence[BlockHash]] = OrderedDict()
+        self._histories: dict[Owner, Sequence[BlockHash]] = {}
         """Of sessions, oldest first; as many blocks in all as the host has"""
         self._remembered = 0
         """Blocks of the histories"""
         self.settings, self._block_size, self._is_trusted = settings, block_size, is_trusted
+        tier.owners.followers.append(self._follow)
+        self.prefetcher = Prefetcher(tier.owners, self._lacking, self._prefetch, settings.unlabelled_step)
         self._wanting: list[LiveRequest] = []
         """Requests that wait for a load which is not ordered yet, in the order in which vLLM came to them"""
-        self._has_room = False
-        """Whether a copy has ended, a request has arrived or left, or a session has come near, since the last look for
-        prefetches"""
 
     @property
     def busy(self) -> bool:
         """Whether a copy is under way, or prefetches are to be looked for."""
-        return self.tier.busy or self._is_due
-
-    @property
-    def _is_due(self) -> bool:
-        return self._has_room or self._prompts.changed
+        return self.tier.busy or self.prefetcher.due
 
     def counters(self) -> Counter[str]:
         """Return what was counted since the start."""
-        counted = Counter(self.tier.counters)
-        counted["host_evictions"] = sum(self.tier.queue.evicted.values())
-        return counted
+        return self.tier.counters + Counter(host_evictions=self.tier.queue.evicted.total())
 
     def look_again(self) -> None:
         """Look for prefetches in this step: requests have changed, or what is on the device."""
-        self._has_room = True
+        self.prefetcher.due = True
 
     def cached_blocks(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
         """Return how many leading blocks of a prompt are on the device, or are being loaded, and how many after them
@@ -118,20 +103,15 @@ class HostLoads:
     def copies(self, requests: Iterable[LiveRequest], idle: bool) -> tuple[Copy, ...]:
         """Return the copies of this step: demands first, then prefetches. `idle`: no token is scheduled."""
         self._demand(idle)
-        if self._is_due:
-            self._has_room = self._prompts.changed = False
+        if self.prefetcher.due:
             self._load_ahead([one for one in requests if one.may_load and not one.is_admitted])
         return self.tier.take_copies()
 
     # histories ------------------------------------------------------------------------------------------------
 
-    def on_steps(self, changes: NextRuns) -> None:
-        """Take changed steps of sessions. Below 0 is that of a session whose request waits or runs."""
-        for session, next_run in changes.items():
-            if next_run is None:
-                self._forget(session)
-            elif (hashes := self._histories.get(session)) and _is_near(next_run[0]):
-                self._has_room = self._has_room or not has_end(self.tier.device, hashes)
+    def _follow(self, owner: Owner, _: float | None, step: float | None) -> None:
+        if step is None:
+            self._forget(owner)
 
     def _remember(self, session: Owner, hashes: Sequence[BlockHash]) -> None:
         self._forget(session)
@@ -145,10 +125,10 @@ class HostLoads:
 
     # backups --------------------------------------------------------------------------------------------------
 
-    def back_up_prompt(self, hashes: Sequence[BlockHash], owner: Owner, step: float) -> None:
-        """Order the backup of an agent's fixed prompt, which is needed in `step` steps."""
+    def back_up_prompt(self, hashes: Sequence[BlockHash], owner: Owner) -> None:
+        """Order the backup of the fixed prompt of an agent that has a step."""
         own_prefix(self.tier.host, hashes, owner)
-        self.tier.back_up(hashes, owner, partial(self._is_no_sooner, step))
+        self._back_up(hashes, owner)
 
     def finished(self, session: SessionKey, hashes: Sequence[BlockHash]) -> None:
         """Take the history that a session has on the device at the end of a turn, the hashes of its blocks with KV, and
@@ -163,11 +143,13 @@ class HostLoads:
             owned = 0
         if owned < held:
             own_known(self.tier.host, self.tier.groups.needed(hashes[:held], owned).keys, session)
-        if queue.has_step(session):
-            self.tier.back_up(hashes, session, partial(self._is_no_sooner, queue.step_of(session)), held)
+        self._back_up(hashes, session, held)
 
-    def _is_no_sooner(self, step: float, victim: StepView) -> bool:
-        return distance(victim, self.settings.unlabelled_step) >= step
+    def _back_up(self, hashes: Sequence[BlockHash], owner: Owner, start: int = 0) -> None:
+        """Order the backup of what `owner` needs, from `start` on, over what is needed no sooner."""
+        if (step := self.tier.owners.step(owner)) is not None:
+            far = self.settings.unlabelled_step
+            self.tier.back_up(hashes, owner, lambda victim: distance(victim, far) >= step, start)
 
     # loads ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +161,7 @@ class HostLoads:
         """
         wanting, self._wanting = self._wanting, []
         for place, live in enumerate(wanting):
-            if place and self.tier.loads >= COPY_JOBS:
+            if place and len(self.tier.transfers.pending(Direction.LOAD)) >= COPY_JOBS:
                 break
             hashes = self._needed(live)
             first, stop = self.tier.extent(hashes)
@@ -187,7 +169,7 @@ class HostLoads:
                 live.computes = True
                 self.tier.counters["loads_that_do_not_pay"] += 1
                 continue
-            may_evict = self._may_evict(live.session if place else None)
+            may_evict = self.prefetcher.may_evict(live.session if place else None)
             if not self.tier.load(hashes, Purpose.DEMAND, live.session, may_evict) and not place:
                 live.computes = self._is_impatient(live) or (idle and not self.tier.busy)
 
@@ -195,59 +177,40 @@ class HostLoads:
         """Return the hashes of the blocks that a request does not compute: all but the one with its last token."""
         return first_of(live.request.block_hashes, (live.request.num_tokens - 1) // self._block_size)
 
-    def _may_evict(self, owner: Owner | None) -> Callable[[StepView], bool]:
-        """Return what a session's load may evict: what is needed later. A load without an owner may evict all."""
-        queue: StepFreeQueue = self.tier.device.free_block_queue
-        if owner is None or not queue.has_step(owner):
-            return lambda _: True
-        return partial(may_replace, step=queue.step_of(owner), virtual_step=self.settings.unlabelled_step)
-
     def _load_ahead(self, waiting: Sequence[LiveRequest]) -> None:
         """Load what the next sessions in the queue have on the host, before vLLM looks at them. Then what is needed
-        within the window, soonest first, over what is needed strictly later.
+        within the window: fixed prompts of agents and, while no request waits, histories of sessions.
         """
         sessions = (one for one in waiting if one.session and not one.is_ahead)
-        for live in itertools.islice(sessions, self._slots):
+        for live in itertools.islice(sessions, self.prefetcher.left(self.tier.transfers.pending())):
             hashes = self._needed(live)
             if self.cached_blocks(hashes)[1]:
-                may_evict = self._may_evict(live.session)
+                may_evict = self.prefetcher.may_evict(live.session)
                 live.is_ahead = self.tier.load(hashes, Purpose.PREFETCH, live.session, may_evict) is not None
-        candidates = sorted(self._candidates(idle=not waiting), key=lambda one: one.order)
-        for candidate in candidates[: self._slots]:
-            owner, hashes = candidate.node
-            may_evict = partial(candidate.may_replace, virtual_step=self.settings.unlabelled_step)
-            self.tier.load(hashes, Purpose.PREFETCH, owner, may_evict)
+        among = self._prompts.prompts if waiting or not self._is_trusted() else None
+        self.prefetcher.start(self.tier.transfers.pending(), among)
 
-    @property
-    def _slots(self) -> int:
-        return max(0, PREFETCH_JOBS - self.tier.prefetching)
+    def _needs(self, owner: Any) -> Sequence[BlockHash]:
+        """Return what an owner needs: a fixed prompt, or the history of a session none of whose requests waits."""
+        is_idle = not is_awaited(self.tier.owners.step(owner))
+        return self._prompts.prompts.get(owner) or (self._histories.get(owner) if is_idle else None) or ()
 
-    def _candidates(self, *, idle: bool) -> Iterator[Candidate[tuple[Owner, Sequence[BlockHash]]]]:
-        """Yield what is needed within the window and on the host only: fixed prompts of agents and, while the engine is
-        `idle`, as no request waits, histories of sessions. Nobody waits for these loads, so that all of them pay.
-        """
-        wanted = list[tuple[Owner, Sequence[BlockHash], float, float]]()
-        for key, fixed in self._prompts.prompts.items():
-            if next_run := self._prompts.steps.get(key):
-                wanted.append((key, fixed, next_run.steps, next_run.probability))
-        if idle and self._is_trusted():
-            queue = self.tier.queue
-            steps = ((session, queue.step_of(session)) for session in self._histories if queue.has_step(session))
-            wanted += [(session, self._histories[session], step, 1.0) for session, step in steps if _is_near(step)]
-        for owner, hashes, step, probability in wanted:
-            # Tails are evicted first, so with its last block on the device all of a prompt is.
-            if not hashes or not is_within(step, PREFETCH_WINDOW) or has_end(self.tier.device, hashes):
-                continue
-            first, stop = self.tier.extent(hashes)
-            if first < stop:
-                yield Candidate((owner, hashes), step, probability, stop - first)
+    def _lacking(self, owner: Owner) -> int:
+        """Return how many blocks a prefetch would load. Nobody waits for it, so that it pays."""
+        hashes = self._needs(owner)
+        if has_end(self.tier.device, hashes):  # tails are evicted first, so that all of it is there
+            return 0
+        first, stop = self.tier.extent(hashes)
+        return stop - first
+
+    def _prefetch(self, owner: Owner, may_evict: Callable[[StepView], bool]) -> None:
+        self.tier.load(self._needs(owner), Purpose.PREFETCH, owner, may_evict)
 
     def on_reports(self, copies: Iterable[Copied], computed: tuple[int, float]) -> None:
         """Take the ends of copies on all ranks, and how many tokens they computed in how many seconds."""
         landed = [self.tier.on_copied(copied) for copied in copies]
-        self.tier.cost.compute.observe(*computed)
-        # after failures alone nothing has changed: what cannot be copied would be tried again without end
-        self._has_room = self._has_room or any(landed)
+        self.tier.transfers.cost.compute.observe(*computed)
+        self.prefetcher.due |= any(landed)
 
     def clear(self) -> None:
         """Empty the host tier."""
@@ -260,8 +223,3 @@ class HostLoads:
         blocks = sum(map(len, self._histories.values()))
         if blocks != self._remembered or blocks > self.tier.host.num_gpu_blocks:
             raise PlanError("histories", blocks, f"{self._remembered} are counted")
-
-
-def _is_near(step: float) -> bool:
-    """Return whether an idle session is needed within the window."""
-    return step >= 0 and is_within(step, PREFETCH_WINDOW)

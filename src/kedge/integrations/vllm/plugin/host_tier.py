@@ -6,19 +6,19 @@ request: blocks that did not arrive are computed.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 
-from kedge.cache import Copied, Copy, Direction
-from kedge.cache.copies import Outcome, Purpose
+from kedge.cache import Copied, Copy
+from kedge.cache.copies import Outcome, Purpose, Transfer, Transfers
+from kedge.cache.owners import Owner, Owners
 from kedge.errors import PlanError
 from kedge.integrations.vllm.plugin.block_pools import (
     NeededBlocks,
@@ -31,10 +31,8 @@ from kedge.integrations.vllm.plugin.block_pools import (
     own_known,
     replace_queue,
 )
-from kedge.integrations.vllm.plugin.free_queue import Owner, StepFreeQueue
 from kedge.integrations.vllm.plugin.settings import OTHERS
 from kedge.policies.eviction import EvictionPolicy, StepView
-from kedge.policies.prefetch import CostModel
 from kedge.settings import QuotaSettings
 from kedge.structures.prefixes import leading_count
 from kedge.types import TenantId
@@ -94,33 +92,17 @@ class HostQuotas:
             raise PlanError("held", self.held, f"{over} have more than they may")
 
 
-@dataclass(eq=False, slots=True)
-class BlockTransfer:
-    """A copy that has been ordered, with the blocks that it holds."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class BlockTransfer(Transfer):
+    """A copy of blocks that a hit needs, with all that it holds."""
 
-    copy: Copy
-    purpose: Purpose
     needed: NeededBlocks
     """What its blocks hold: nothing where a tier was emptied since"""
     sources: list[KVCacheBlock]
     targets: list[KVCacheBlock]
-    owner: Owner | None
-    demanded: bool = False
-    """Whether a request waits for it."""
-    ends: list[Copied] = field(default_factory=list)
-    """Of the ranks that have finished"""
-    prefix: list[KVCacheBlock] = field(default_factory=list)
+    prefix: list[KVCacheBlock]
     """Device blocks of the prompt before those that are loaded"""
-
-    @property
-    def is_load(self) -> bool:
-        """Whether it goes from the host to the device."""
-        return self.copy.direction is Direction.LOAD
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it brings nothing, on one rank at least."""
-        return not all(one.ok for one in self.ends)
+    owner: Owner | None
 
 
 class HostTier:
@@ -151,31 +133,19 @@ class HostTier:
         """
         self.device, self.groups = device, groups_in(device)
         self.host = BlockPool(num_blocks + 1, True, device.hash_block_size)  # vLLM keeps one for itself
-        self.queue = replace_queue(self.host, policy, self.groups)
-        self.cost = CostModel()
-        self.counters: Counter[str] = Counter()
-        self._ranks = ranks
+        self.owners: Owners = device.free_block_queue.owners
+        self.queue = replace_queue(self.host, policy, self.groups, self.owners)
+        self._new_copies: list[Copy] = []
+        self.transfers: Transfers[BlockTransfer] = Transfers(lambda copy: self._new_copies.append(copy), ranks)
+        self.counters = self.transfers.counters
         self.quotas = quotas
-        self._ids = itertools.count()
-        self._transfers: dict[int, BlockTransfer] = {}
         self._loading: dict[bytes, BlockTransfer] = {}
         self._backing_up: dict[bytes, BlockTransfer] = {}
-        self._new_copies: list[Copy] = []
 
     @property
     def busy(self) -> bool:
         """Whether a copy has been ordered and has not ended."""
-        return bool(self._transfers)
-
-    @property
-    def prefetching(self) -> int:
-        """Number of prefetches that have not ended."""
-        return sum(transfer.purpose is Purpose.PREFETCH for transfer in self._transfers.values())
-
-    @property
-    def loads(self) -> int:
-        """Number of loads under way."""
-        return sum(transfer.is_load for transfer in self._transfers.values())
+        return bool(self.transfers.pending())
 
     def loading(self, block_hash: BlockHash) -> BlockTransfer | None:
         """Return the load that brings this block of the main group, if there is one."""
@@ -183,7 +153,7 @@ class HostTier:
 
     def load_pays(self, blocks: int) -> bool:
         """Return whether loading that many blocks is faster than computing them, by what has been measured so far."""
-        return self.cost.load_pays(blocks, blocks * self.device.hash_block_size, len(self._loading))
+        return self.transfers.cost.load_pays(blocks, blocks * self.device.hash_block_size, len(self._loading))
 
     # what the tiers have, and what one of them lacks: nothing changes ------------------------------------------
 
@@ -275,20 +245,17 @@ class HostTier:
         if first == stop:
             return None
         above, needed, sources = self._split(hashes[:stop])
-        blocks, targets = len(sources), list[KVCacheBlock]()
-        if sources and self._room(self.device, blocks, may_evict) == blocks:
+        blocks, targets, queue = len(sources), list[KVCacheBlock](), self.device.free_block_queue
+        if sources and queue.room(blocks, may_evict) == blocks:
             self.device.touch(above)
-            if self._room(self.device, blocks, may_evict) == blocks:
+            if queue.room(blocks, may_evict) == blocks:
                 targets = self.device.get_new_blocks(blocks)
             else:
                 self.device.free_blocks(reversed(above))
         if not targets:
             self.counters["denied_loads"] += 1
             return None
-        transfer = self._enqueue(Direction.LOAD, purpose, needed, sources, targets, owner)
-        transfer.prefix = above
-        self._loading.update(dict.fromkeys(needed.keys, transfer))
-        return transfer
+        return self._begin(purpose, needed, sources, targets, above, owner)
 
     def back_up(
         self,
@@ -301,8 +268,7 @@ class HostTier:
         may evict others, and while backups hold one of `SHARE` device blocks at most.
         """
         sources, needed = self._lacking(hashes, start, self.device.num_gpu_blocks // SHARE - len(self._backing_up))
-        room = self._within_quota(owner, len(sources), may_evict)
-        room = self._room(self.host, room, may_evict)
+        room = self.queue.room(self._within_quota(owner, len(sources), may_evict), may_evict)
         if room < len(sources):
             self.counters["skipped_backups"] += 1
             sources = sources[:room]
@@ -311,8 +277,7 @@ class HostTier:
             targets = self.host.get_new_blocks(room)
             if self.quotas:
                 self.quotas.take((block.block_id for block in targets), _tenant_of(owner))
-            transfer = self._enqueue(Direction.OFFLOAD, Purpose.BACKUP, needed, sources, targets, owner)
-            self._backing_up.update(dict.fromkeys(needed.keys, transfer))
+            self._begin(Purpose.BACKUP, needed, sources, targets, [], owner)
 
     def _within_quota(self, owner: Owner, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
         """Evict what the tenant of `owner` would have too much with so many `blocks` more, and needs no sooner. Returns
@@ -337,97 +302,79 @@ class HostTier:
         if self.quotas:
             self.quotas.take((block.block_id for block in blocks if block.block_hash is None), None)
 
-    @staticmethod
-    def _room(pool: BlockPool, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
-        queue: StepFreeQueue = pool.free_block_queue
-        return queue.room(min(blocks, queue.num_free_blocks), may_evict)
-
-    def _enqueue(
+    def _begin(
         self,
-        direction: Direction,
         purpose: Purpose,
         needed: NeededBlocks,
         sources: list[KVCacheBlock],
         targets: list[KVCacheBlock],
+        prefix: list[KVCacheBlock],
         owner: Owner | None,
     ) -> BlockTransfer:
-        self._pools(direction)[0].touch(sources)
-        copy = Copy(next(self._ids), direction, _ids(sources), _ids(targets))
-        is_demand = purpose is Purpose.DEMAND
-        transfer = BlockTransfer(copy, purpose, needed, sources, targets, owner, is_demand)
-        self._transfers[copy.copy_id] = transfer
-        self._new_copies.append(copy)
-        return transfer
+        copy, demanded = self.transfers.new_copy(purpose, _ids(sources), _ids(targets)), purpose is Purpose.DEMAND
+        transfer = BlockTransfer(
+            copy, purpose, demanded, needed=needed, sources=sources, targets=targets, prefix=prefix, owner=owner
+        )
+        self._pools(transfer)[0].touch(sources)
+        self._under_way(transfer).update(dict.fromkeys(needed.keys, transfer))
+        return self.transfers.begin(transfer)
 
     def take_copies(self) -> tuple[Copy, ...]:
         """Return the copies that were ordered since the last call."""
         copies, self._new_copies = tuple(self._new_copies), []
         return copies
 
-    def _pools(self, direction: Direction) -> tuple[BlockPool, BlockPool]:
+    def _pools(self, transfer: BlockTransfer) -> tuple[BlockPool, BlockPool]:
         """Return (source, target)."""
-        return (self.host, self.device) if direction is Direction.LOAD else (self.device, self.host)
+        return (self.host, self.device) if transfer.is_load else (self.device, self.host)
+
+    def _under_way(self, transfer: BlockTransfer) -> dict[bytes, BlockTransfer]:
+        return self._loading if transfer.is_load else self._backing_up
 
     # ends of copies -------------------------------------------------------------------------------------------
 
     def on_copied(self, copied: Copied) -> bool:
         """Take the end of a copy on one rank; it lands once all ranks have finished. Returns whether it has landed."""
-        transfer = self._transfers[copied.copy_id]
-        transfer.ends.append(copied)
-        if len(transfer.ends) < self._ranks:
+        transfer = self.transfers.end(copied)
+        if transfer is None:
             return False
-        del self._transfers[copied.copy_id]
         self._land(transfer)
         return not transfer.has_failed
 
     def _land(self, transfer: BlockTransfer) -> None:
-        is_ok = not transfer.has_failed
-        if is_ok and transfer.needed.keys:
-            self._publish(transfer, self._pools(transfer.copy.direction)[1])
-        self._count(transfer, is_ok)
+        if transfer.purpose is Purpose.PREFETCH:
+            landed = Outcome.LATE if transfer.demanded else Outcome.COMPLETED
+            self.counters[f"prefetches_{Outcome.FAILED if transfer.has_failed else landed}"] += 1
+        if transfer.needed.keys and not transfer.has_failed:
+            self._publish(transfer, self._pools(transfer)[1])
         self._let_go(transfer)
         self._release(transfer.sources if transfer.is_load else transfer.targets)
-        under_way = self._loading if transfer.is_load else self._backing_up
         for one in transfer.needed.keys:
-            under_way.pop(one, None)
+            self._under_way(transfer).pop(one, None)
 
     def _publish(self, transfer: BlockTransfer, target: BlockPool) -> None:
         """Make the targets known by their keys, except for those that a request has computed meanwhile, which are owned
         in their place.
         """
         named = name_blocks(target, transfer.needed, transfer.targets)
-        queue: StepFreeQueue = target.free_block_queue
-        if transfer.owner is None or not queue.has_step(transfer.owner):
+        if transfer.owner not in self.owners.next_runs:
             return
         if named == len(transfer.targets):
-            queue.own(transfer.copy.targets, transfer.owner)
+            target.free_block_queue.own(transfer.copy.targets, transfer.owner)
         else:
             own_known(target, transfer.needed.keys, transfer.owner)
-
-    def _count(self, transfer: BlockTransfer, is_ok: bool) -> None:
-        blocks = len(transfer.targets)
-        if not is_ok:
-            self.counters["failed_copies"] += 1
-        elif transfer.is_load:
-            self.counters["blocks_loaded"] += blocks
-            self.cost.load.observe(blocks, max(one.seconds for one in transfer.ends))
-        else:
-            self.counters["blocks_offloaded"] += blocks
-        if transfer.purpose is Purpose.PREFETCH:
-            landed = Outcome.LATE if transfer.demanded else Outcome.COMPLETED
-            self.counters[f"prefetches_{landed if is_ok else Outcome.FAILED}"] += 1
 
     # emptying a tier ------------------------------------------------------------------------------------------
 
     def held_on_device(self) -> list[int]:
         """Return the ids of the device blocks that copies hold, each as often as it is held."""
-        held = ((one.prefix + one.targets if one.is_load else one.sources) for one in self._transfers.values())
+        held = ((one.prefix + one.targets if one.is_load else one.sources) for one in self.transfers.pending())
         return [block.block_id for blocks in held for block in blocks]
 
     @contextmanager
     def without_copies(self) -> Iterator[None]:
         """Drop what all copies bring. They hold no block inside of the `with`, and the same ones again afterwards."""
-        for transfer in self._transfers.values():
+        for transfer in self.transfers.pending():
             self._let_go(transfer)
             transfer.needed = NeededBlocks((), ())
         self._loading.clear()
@@ -435,14 +382,14 @@ class HostTier:
         try:
             yield
         finally:
-            for transfer in self._transfers.values():
-                source, target = self._pools(transfer.copy.direction)
+            for transfer in self.transfers.pending():
+                source, target = self._pools(transfer)
                 source.touch(transfer.sources)
                 target.touch(transfer.prefix + transfer.targets)
 
     def _let_go(self, transfer: BlockTransfer) -> None:
         """Free the blocks that a copy holds."""
-        source, target = self._pools(transfer.copy.direction)
+        source, target = self._pools(transfer)
         target.free_blocks(reversed(transfer.prefix + transfer.targets))
         source.free_blocks(reversed(transfer.sources))
 

@@ -17,6 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request, RequestStatus
 
+from kedge.cache.owners import Owners
 from kedge.discovery import FoundForecasts
 from kedge.hints.actions import ActionOutcome
 from kedge.hints.values import MAX_NAME_LENGTH
@@ -28,7 +29,6 @@ from kedge.policies.eviction import EvictionPolicy, lru
 from kedge.policies.fixed_prompts import FixedLengths
 from kedge.policies.sessions import (
     NO_SESSIONS,
-    NextRuns,
     SessionHints,
     SessionKey,
     SessionLedger,
@@ -52,19 +52,20 @@ class AgentPrompts:
     """The forecast of every agent with the block hashes of its fixed prompt. Owned by the scheduler."""
 
     def __init__(
-        self, block_size: int, forecast_ttl: float, on_forecast: Callable[[Changes], None] = lambda _: None
+        self,
+        owners: Owners,
+        block_size: int,
+        forecast_ttl: float,
+        on_forecast: Callable[[Changes], None] = lambda _: None,
     ) -> None:
-        """Begin without forecasts. `on_forecast` is called with their changes."""
-        self._block_size, self._on_forecast = block_size, on_forecast
+        """Begin without forecasts. `owners` get their changes, as does `on_forecast`."""
+        self._owners, self._block_size, self._on_forecast = owners, block_size, on_forecast
         self._board = ForecastBoard(forecast_ttl)
         self._lengths = FixedLengths(block_size)
-        self.steps: dict[AgentKey, NextRun] = {}
         self.prompts: dict[AgentKey, BlockHashes] = {}
         self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict()
         self._template_of: dict[AgentKey, AgentTemplate] = {}
         self._pools: tuple[BlockPool, ...] = ()
-        self.changed = False
-        """Whether forecasts or fixed prompts have changed since the last look for prefetches"""
         self._ignored_labels = 0
 
     def bind(self, *pools: BlockPool) -> None:
@@ -113,24 +114,19 @@ class AgentPrompts:
 
     def _apply(self, changes: Changes) -> None:
         self._on_forecast(changes)
+        adopted = dict[AgentKey, BlockHashes]()
         for key, next_run in changes.items():
             if next_run is None:
-                self.steps.pop(key, None)
                 self.prompts.pop(key, None)
                 self._template_of.pop(key, None)
-            else:
-                self.steps[key] = next_run
-        for pool in self._pools:
-            pool.free_block_queue.on_forecast(changes)
-        for key in changes:
-            if key in self.steps and key not in self.prompts and self._pools:
-                template = self._template_of.get(key)
-                hashes = self._templates.get(template) if template else None
+            elif key not in self.prompts and self._pools and (template := self._template_of.get(key)):
+                hashes = self._templates.get(template)
                 if hashes is not None:  # one that has not called in this run has the fixed prompt of other runs
-                    self.prompts[key] = hashes
-                    for pool in self._pools:
-                        own_prefix(pool, hashes, key)
-        self.changed = True
+                    adopted[key] = self.prompts[key] = hashes
+        self._owners.on_forecast(changes)
+        for key, hashes in adopted.items():
+            for pool in self._pools:
+                own_prefix(pool, hashes, key)
 
     # prompts --------------------------------------------------------------------------------------------------
 
@@ -153,16 +149,15 @@ class AgentPrompts:
         self._templates[template] = hashes
         if request.abort_immediately:
             return None  # a message without a pass: the forecast that follows it adopts the prompt
-        queue = self._pools[0].free_block_queue
-        if not queue.has_step(key):
+        if key not in self._owners.next_runs:
             self._ignored_labels += 1
             return None
         self.prompts[key], self._template_of[key] = hashes, template
+        queue: StepFreeQueue = self._pools[0].free_block_queue
         queue.own(block_ids[:fixed], key)
         if others:
             own_prefix(self._pools[0], hashes, key)
         queue.mark_suffix((*block_ids[fixed:], *others))
-        self.changed = True
         return key
 
     def clear(self) -> None:
@@ -174,14 +169,13 @@ class AgentPrompts:
 class SessionHistories:
     """Finds the session of every request. Owned by the scheduler; it does nothing before it is bound."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, owners: Owners, clock: Callable[[], float] = time.monotonic) -> None:
+        """`owners` get the steps of sessions."""
+        self._owners, self._clock = owners, clock
         self.ledger = SessionLedger(1, clock)
         self._device: BlockPool | None = None
         self._queues: list[StepFreeQueue] = []
         self._other_policy: EvictionPolicy = lru
-        self.on_steps: Callable[[NextRuns], None] = lambda _: None
-        """Called with the steps that have changed"""
 
     def bind(self, device: BlockPool, *others: BlockPool) -> None:
         """Set the pools whose blocks sessions own, each with a `StepFreeQueue`."""
@@ -209,9 +203,9 @@ class SessionHistories:
         if request.session_id and not hints.session:
             hints = replace(hints, session=request.session_id[:MAX_NAME_LENGTH])
         live.turn = self.ledger.arrive(namespace, request.block_hashes, hints)
-        is_known = self._queues[0].has_step(live.turn.session)
+        is_known = live.turn.session in self._owners.next_runs
         self.advance()
-        if not is_known and self._queues[0].has_step(live.turn.session):
+        if not is_known and live.turn.session in self._owners.next_runs:
             own_prefix(self._device, request.block_hashes, live.turn.session)
 
     def waiting(self, requests: Iterable[LiveRequest]) -> None:
@@ -238,9 +232,9 @@ class SessionHistories:
         else:
             self.ledger.cancelled(turn)
         self.advance()
-        queue = self._queues[0]
-        if not queue.has_step(key) or not main:
+        if key not in self._owners.next_runs or not main:
             return None
+        queue = self._queues[0]
         if not is_answered:
             queue.own((*main, *others), key)
             return None
@@ -250,7 +244,7 @@ class SessionHistories:
 
     def preempted(self, live: LiveRequest) -> None:
         """Protect what a request has computed that lost its blocks and waits again."""
-        if live.session and self._device and self._queues[0].has_step(live.session):
+        if self._device and live.session in self._owners.next_runs:
             own_prefix(self._device, live.request.block_hashes, live.session)
 
     # once per step --------------------------------------------------------------------------------------------
@@ -261,10 +255,7 @@ class SessionHistories:
         if swaps_policy:  # of the device and the host: LRU, or sessions again
             befores = [queue.set_policy(self._other_policy) for queue in self._queues]
             self._other_policy = befores[0]
-        if steps:
-            for queue in self._queues:
-                queue.on_forecast(steps)
-            self.on_steps(steps)
+        self._owners.on_forecast(steps)
 
 
 def _ending(request: Request) -> str:

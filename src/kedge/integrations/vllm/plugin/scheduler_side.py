@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kedge.cache.owners import Owners
 from kedge.discovery import PlainRequests, Served
 from kedge.hints.actions import ActionOutcome
 from kedge.hints.without_prompt import run_ended, took_forecast
@@ -53,9 +54,10 @@ class SchedulerSide:
         self._settings, self._block_size, self._ranks = settings, block_size, ranks
         self._policy = policy_of(settings.tiers)
         self.translations = translations
-        self.sessions = SessionHistories()
+        self.owners = Owners()
+        self.sessions = SessionHistories(self.owners)
         self.prompts = AgentPrompts(
-            block_size, settings.forecast_ttl, lambda changes: self.sessions.ledger.on_forecast(changes)
+            self.owners, block_size, settings.forecast_ttl, lambda changes: self.sessions.ledger.on_forecast(changes)
         )
         self.plain = PlainRequests(settings.discovery)
         self.queue: StepFreeQueue | None = None
@@ -74,14 +76,13 @@ class SchedulerSide:
         """Take over the order of vLLM's free blocks, and put a host tier with `quotas` behind them if it has blocks."""
         self._pool = pool
         pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
-        self.queue = replace_queue(pool, self._policy, groups)
+        self.queue = replace_queue(pool, self._policy, groups, self.owners)
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
             self.loads = HostLoads(
                 tier, self.prompts, self._settings.tiers, self._block_size, lambda: self.sessions.ledger.guard.trusted
             )
-            self.sessions.on_steps = self.loads.on_steps
             pools.append(tier.host)
         self.prompts.bind(*pools)
         if self._settings.tiers.policy == "sessions":
@@ -162,7 +163,7 @@ class SchedulerSide:
         if hinted and may_label and (key := self.prompts.label(hinted, request, main, others)):
             self.sessions.ledger.own(key, self.prompts.prompts[key])
             if self.loads:
-                self.loads.back_up_prompt(self.prompts.prompts[key], key, self.prompts.steps[key].steps)
+                self.loads.back_up_prompt(self.prompts.prompts[key], key)
         history = self.sessions.finish(live, main, others)
         if history and self.loads:
             self.loads.finished(*history)
