@@ -1,4 +1,5 @@
-"""Runs that clients drive call by call: their forecasts, what their agents read, and hints for the prompts to come.
+"""Registered workflows, and runs of them that clients drive call by call: their forecasts, what their agents read, and
+hints for the prompts to come.
 
 A run is forgotten when its client ends it, when no call has named it for a while, or when there are too many. An answer
 is remembered with its token ids, so that an agent that reads it later reads the same sample: the KV that decoding left
@@ -11,16 +12,16 @@ import hashlib
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from kedge.checks import require_text
 from kedge.engine.base import Engine, Tokenizer
-from kedge.errors import RequestError
+from kedge.errors import NotFound, RequestError
+from kedge.guard import GuardMode
 from kedge.hints import ActionOutcome, Hints
 from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
 from kedge.runner.prompts import NOTHING, Remembered, RunPrompts, fixed_prompts
-from kedge.server.registry import Registered
 from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import (
     AgentId,
@@ -35,7 +36,7 @@ from kedge.types import (
     ValueKind,
 )
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
-from kedge.workflow.graph import Step
+from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.steps import NextRun
 from kedge.workflow.template import CompiledAgent, Placeholder, Value
@@ -44,6 +45,41 @@ TTL = 600.0
 """Seconds without a call after which a run is over."""
 PREPARED_AGENTS = 4
 """Agents of a run whose next prompts are given to the engine, which keeps a few of all runs"""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Registered workflow with its reuse modes and compiled prompts."""
+
+    workflow: Workflow
+    reuse: ReuseMode | None
+    """Mode of agents without a mode of their own; None for the server's default."""
+    prompts: Mapping[AgentId, CompiledAgent]
+    """Prompts of all agents, compiled for the served model."""
+
+    def agent(self, name: str) -> Agent:
+        """Return the agent with this id. Raises `NotFound`."""
+        if name not in self.workflow.ids:
+            raise NotFound("agent", name, f"the workflow {self.workflow.name!r} has {', '.join(self.workflow.ids)}")
+        return self.workflow.agent(name)
+
+    def mode(self, agent: Agent, default: ReuseMode, asked: str | None = None) -> ReuseMode:
+        """Return the reuse mode of `agent`. Its own mode overrides `asked`, which is for a whole run."""
+        return agent.reuse or (ReuseMode(asked) if asked else self.reuse or default)
+
+    def for_run(self, default: ReuseMode, asked: str | Mapping[str, str] | None, guard: GuardMode | None) -> Workflow:
+        """Return the workflow with a mode in every agent: that `asked` for by its name, which overrides everything
+        else, or as `mode` says. `guard` is the guard's mode for agents without one of their own.
+
+        Raises `NotFound` for an unknown agent.
+        """
+        whole, named = (None, asked) if isinstance(asked, Mapping) else (asked, {})
+        by_name = {self.agent(name).id: ReuseMode(mode) for name, mode in named.items()}
+        agents = (
+            replace(one, reuse=by_name.get(one.id) or self.mode(one, default, whole), guard=one.guard or guard)
+            for one in self.workflow.agents
+        )
+        return replace(self.workflow, agents=tuple(agents))
 
 
 class ClientRuns:

@@ -47,7 +47,7 @@ from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, AnyBody, CallBod
 from kedge.server.openai.tool_calls import PARSERS, AnswerReader, grammar_of
 from kedge.server.openai.writers import AnswerWriter, CompletionsWriter
 from kedge.server.service import CallScope, Service, TheCaller
-from kedge.server.tenancy import Meter
+from kedge.server.tenancy import found
 from kedge.types import (
     ClientId,
     Completion,
@@ -146,7 +146,6 @@ class Generation:
     requests: Sequence[GenerateRequest] = ()
     step: Step | None = None
     """The turn of the agent whose template is filled"""
-    _meter: Meter | None = None
     _span: GenerationSpan | None = None
 
     def __init__(self, caller: CallScope, body: AnyBody, hints: Hints, grammar: str) -> None:
@@ -161,7 +160,7 @@ class Generation:
         if tools and service.settings.tool_call_parser is None:
             raise RequestError("tools", tools, "this server reads no tool calls (--tool-call-parser)")
         if hints.bindings is None:
-            registered = service.workflows.of(tenant.id).get(hints.workflow)
+            registered = tenant.workflows.get(hints.workflow)
             is_known = registered is not None and hints.agent in registered.workflow.ids
             agent = registered.agent(hints.agent) if registered and is_known else None
             is_chat, mode = isinstance(body, ChatBody), service.settings.reuse or ReuseMode.EXACT
@@ -173,7 +172,7 @@ class Generation:
             for name, many in (("tools", tools), ("messages", len(body.messages))):
                 if many:
                     raise RequestError(name, many, "with kedge.bindings the agent's template is the prompt")
-            registered = service.workflows.get(tenant.id, hints.workflow)
+            registered = found("workflow", tenant.workflows, hints.workflow)
             agent, mode = registered.agent(hints.agent), service.settings.reuse or ReuseMode.TRANSLATE
             sampling = agent.sampling
         self.run = service.client_runs.touch(tenant.namespace(hints.salt), hints, registered)
@@ -209,19 +208,18 @@ class Generation:
             return streams
 
         count = self.body.choices_per_prompt * (len(self.body.prompts) if isinstance(self.body, CompletionBody) else 1)
+        service.admit(tenant, count)
         if run and agent:
             self.step = run.call(agent, fills=fills)
         elif fills:
             self.step = Step(agent, 0)
         try:
-            self._meter = service.admit(tenant, count)
             operation = "chat" if isinstance(self.body, ChatBody) else "text_completion"
             self._span = service.tracing.generation(operation, tenant.id) if service.tracing else None
             may_wait = bool(self.sampling.grammar)  # for others of its tenant to be read
             streams = await (asyncio.wrap_future(threads.wait(submit)) if may_wait else threads.work(submit))
         except BaseException as error:  # cancellation too must undo it
-            if self._meter:
-                self._meter.give_back(count)
+            tenant.give_back(count)
             if self._span:
                 self._span.failed(error)
             if run and agent:
@@ -242,10 +240,9 @@ class Generation:
 
     def _take(self, at: int, item: Item) -> None:
         """Book what has come of generation number `at`, and pass it on to the reader."""
-        assert self._meter
         has_ended = isinstance(item, BaseException) or item.completion is not None
         if has_ended:  # before the client hears of it: if it calls again at once, the room is free
-            self._meter.give_back()
+            self.caller.tenant.give_back()
         if isinstance(item, TokenDelta):
             if self._span and item.tokens and at not in self._begun:
                 self._begun.add(at)
