@@ -63,18 +63,20 @@ class Registered:
             raise NotFound("agent", name, f"the workflow {self.workflow.name!r} has {', '.join(self.workflow.ids)}")
         return self.workflow.agent(name)
 
-    def mode(self, agent: Agent, default: ReuseMode, asked: str | None = None) -> ReuseMode:
+    def mode(self, agent: Agent, default: ReuseMode, asked: ReuseMode | None = None) -> ReuseMode:
         """Return the reuse mode of `agent`. Its own mode overrides `asked`, which is for a whole run."""
-        return agent.reuse or (ReuseMode(asked) if asked else self.reuse or default)
+        return agent.reuse or asked or self.reuse or default
 
-    def for_run(self, default: ReuseMode, asked: str | Mapping[str, str] | None, guard: GuardMode | None) -> Workflow:
+    def for_run(
+        self, default: ReuseMode, asked: ReuseMode | Mapping[str, ReuseMode] | None, guard: GuardMode | None
+    ) -> Workflow:
         """Return the workflow with a mode in every agent: that `asked` for by its name, which overrides everything
         else, or as `mode` says. `guard` is the guard's mode for agents without one of their own.
 
         Raises `NotFound` for an unknown agent.
         """
         whole, named = (None, asked) if isinstance(asked, Mapping) else (asked, {})
-        by_name = {self.agent(name).id: ReuseMode(mode) for name, mode in named.items()}
+        by_name = {self.agent(name).id: mode for name, mode in named.items()}
         agents = (
             replace(one, reuse=by_name.get(one.id) or self.mode(one, default, whole), guard=one.guard or guard)
             for one in self.workflow.agents
@@ -127,6 +129,8 @@ class ClientRuns:
 
     def moved(self, run: ClientRun, agent: AgentId, *, has_ended: bool) -> None:
         """Record the start of an agent's call, or its end."""
+        if has_ended:
+            run.end_call(agent)
         if run.progress is not None:
             move = run.progress.finished if has_ended else run.progress.started
             self._publish(move(agent, time.monotonic()))

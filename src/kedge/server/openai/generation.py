@@ -65,7 +65,7 @@ from kedge.workflow.graph import Step
 if TYPE_CHECKING:
     from kedge.server.tracing import GenerationSpan
 
-ANSWERS = answers(200, kinds=(*JSON, *EVENTS))
+ANSWERS = answers(200, JSON, EVENTS)
 """Documentation of the answers of routes that generate"""
 
 
@@ -183,7 +183,6 @@ class Generation:
         self._arrived: asyncio.Queue[tuple[int, TokenDelta] | BaseException] = asyncio.Queue()
         self.arrive = self._arrived.put_nowait
         """Gives the reader of `batches` a delta with its generation's number, or an error, which is raised there."""
-        self._begun: set[int] = set()
 
     async def begin(self) -> None:
         """Build and submit all requests, off the event loop. If that raises, none is submitted, and the run is as it
@@ -243,15 +242,11 @@ class Generation:
         has_ended = isinstance(item, BaseException) or item.completion is not None
         if has_ended:  # before the client hears of it: if it calls again at once, the room is free
             self.caller.tenant.give_back()
-        if isinstance(item, TokenDelta):
-            if self._span and item.tokens and at not in self._begun:
-                self._begun.add(at)
-                self._span.begun()
-            if item.completion:
-                self.completions[at] = item.completion
-                self.caller.service.finished(self.caller.tenant, item.completion)
-                if item.completion.finish_reason is FinishReason.CANCELLED:
-                    item = EngineClosed("choice", at, "its generation was cancelled")
+        if isinstance(item, TokenDelta) and item.completion:
+            self.completions[at] = item.completion
+            self.caller.service.finished(self.caller.tenant, item.completion)
+            if item.completion.finish_reason is FinishReason.CANCELLED:
+                item = EngineClosed("choice", at, "its generation was cancelled")
         self.arrive(item if isinstance(item, BaseException) else (at, item))
         if has_ended:
             self._following -= 1
@@ -265,8 +260,6 @@ class Generation:
             self._span.ended([one for one in self.completions if one])
         if run and self.step and self.completions[0]:
             run.keep(self.step, self.completions[0], self.caller.service.engine.tokenizer)
-        if run and hints.agent:
-            run.end_call(hints.agent)
         if run and hints.final:
             runs.end(run)
         elif run and hints.agent:
@@ -278,15 +271,13 @@ class Generation:
 
         Raises the first error of any generation, and `EngineClosed` if the engine cancelled one.
         """
-        left = len(self._ids)
-        while left:
+        while None in self.completions or not self._arrived.empty():
             arrived = [await self._arrived.get()]
             while not self._arrived.empty():
                 arrived.append(self._arrived.get_nowait())
             error = next((one for one in arrived if isinstance(one, BaseException)), None)
             before = arrived if error is None else arrived[: arrived.index(error)]
             deltas = [one for one in before if not isinstance(one, BaseException)]
-            left -= sum(delta.completion is not None for _, delta in deltas)
             if deltas:
                 yield deltas
             if error is not None:
