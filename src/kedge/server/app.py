@@ -127,7 +127,7 @@ async def ready(request: Request) -> Response:
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 
-@_router.get("/metrics", response_class=Response, responses=answers(200, kinds=("text/plain",)))
+@_router.get("/metrics", response_class=Response, responses=answers(200, "text/plain"))
 async def metrics(request: Request) -> Response:
     """Return metrics in Prometheus' text format: all of them for the operator or without keys, else the tenant's."""
     service: Service = request.app.state.service

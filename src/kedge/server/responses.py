@@ -344,4 +344,4 @@ async def responses(body: ResponsesBody, caller: TheCaller) -> Response:
     except PromptTooLong as error:  # Codex compacts after an event that says so, and after no status
         if not (body.model_extra or {}).get("stream"):
             raise
-        return Response(failure(writer, error, caller), media_type=EVENTS[0])
+        return Response(failure(writer, error, caller), media_type=EVENTS)

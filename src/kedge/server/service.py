@@ -146,13 +146,8 @@ class Service:
     def failed(self, tenant: TenantId | None, failure: CallFailure, *, is_listed: bool = True) -> None:
         """Count a call that was answered with an error, and report it; `tenant` is None where the key is unknown."""
         self.metrics.errors.labels(tenant or NO_TENANT, failure.status).inc()
-        if is_listed:
-            self.report_failure(tenant, failure)
-
-    def report_failure(self, tenant: TenantId | None, failure: CallFailure) -> None:
-        """Report what ended in an error. Where no keys are asked for, everything is the one tenant's."""
-        owner = tenant or (self.keys.tenants[0].id if self.keys.is_open else None)
-        if owner is not None:
+        owner = tenant or (self.keys.tenants[0].id if self.keys.is_open else None)  # without keys, the one tenant
+        if is_listed and owner is not None:
             self.history.failed(owner, failure)
 
 

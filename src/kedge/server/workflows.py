@@ -10,9 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
+from pydantic import Strict
 
 from kedge.errors import KedgeError, PromptTooLong, RequestError, SpecError, WorkflowError
 from kedge.guard import GuardMode
@@ -24,7 +25,7 @@ from kedge.server.history import REMEMBERED
 from kedge.server.http import (
     ERRORS,
     EVENTS,
-    JSON_TYPE,
+    JSON,
     YAML,
     Body,
     CallFailure,
@@ -44,8 +45,7 @@ from kedge.workflow.graph import Workflow
 from kedge.workflow.spec import build_workflow, parse_text
 
 logger = logging.getLogger(__name__)
-ReuseChoice = Literal["off", "exact", "translate"]
-GuardChoice = Literal["off", "shadow", "on"]
+ReuseChoice = Annotated[ReuseMode, Strict(False)]  # it comes as a text
 RunReuse = Annotated[
     ReuseChoice | dict[str, ReuseChoice],
     accepted("'off', 'exact' or 'translate', or an object with one of these for each agent that it names"),
@@ -58,7 +58,7 @@ class RunBody(Body):
     inputs: dict[str, str]
     reuse: RunReuse | None = None
     """One mode for all agents without a mode of their own, or modes by agent, which override everything else."""
-    guard: GuardChoice | None = None
+    guard: Annotated[GuardMode, Strict(False)] | None = None
     """Mode of the quality guard for all agents without one of their own."""
     stream: bool = False
 
@@ -71,7 +71,7 @@ MAX_FILE_BYTES = 256 << 10
 FILE = {
     "requestBody": {
         "required": True,
-        "content": {kind: {"schema": {"type": "object"}} for kind in (JSON_TYPE, *YAML)},
+        "content": {kind: {"schema": {"type": "object"}} for kind in (JSON, *YAML)},
     }
 }
 
@@ -79,15 +79,14 @@ FILE = {
 # workflows ------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/workflows", openapi_extra=FILE, responses=answers(200, 201))
-async def register(caller: TheCaller, reuse: ReuseChoice | None = None) -> Response:
+@router.post("/v1/workflows", openapi_extra=FILE, responses=answers(201))
+async def register(caller: TheCaller, reuse: ReuseMode | None = None) -> Response:
     """Register the workflow file in the body (YAML, or JSON by its content type), or replace the one with its name.
 
     `reuse` is the mode of agents without a mode of their own.
     """
     service, request = caller.service, caller.request
     content, kind = await request.body(), request.headers.get("content-type", "")
-    mode = ReuseMode(reuse) if reuse else None
 
     def build() -> Registered:
         if len(content) > MAX_FILE_BYTES:
@@ -99,7 +98,7 @@ async def register(caller: TheCaller, reuse: ReuseChoice | None = None) -> Respo
         data = parse_text(text, ".json" if "json" in kind else ".yaml", "body", f"{len(content)} bytes")
         flow = _checked(data, tools=service.settings.tools)
         prompts = compiled(flow, service.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
-        return Registered(flow, mode, prompts)
+        return Registered(flow, reuse, prompts)
 
     new = await service.threads.work(build)
     known, given = caller.tenant.workflows, new.workflow.name
@@ -299,7 +298,7 @@ class ServerRun:
                 logger.error("a run failed", exc_info=error)
             self.failure = replace(CallFailure.of(error), workflow=self.flow.name, run=self.id)
             data = self.failure.body()
-            self.service.report_failure(self.tenant.id, self.failure)
+            self.service.history.failed(self.tenant.id, self.failure)
         if self._span:
             self._span.ended(status.value, error if status is RunStatus.FAILED else None)
         self.status = status
@@ -312,20 +311,6 @@ class ServerRun:
         if self.status is RunStatus.RUNNING:
             self.is_cancelled = True
             self.service.threads.cancel(list(self.in_flight))
-
-
-def start_run(service: Service, tenant: Tenant, workflow: Workflow, inputs: Mapping[str, str]) -> ServerRun:
-    """Start a run of a workflow whose agents all have their modes. The oldest ended ones are forgotten.
-
-    Raises `LimitReached` or `Overloaded`.
-    """
-    service.admit(tenant, 1)
-    started = ServerRun(service, tenant, workflow, inputs)
-    tenant.runs[started.id] = started
-    ended = [name for name, served in tenant.runs.items() if served.status is not RunStatus.RUNNING]
-    for name in ended[: max(0, len(ended) - REMEMBERED)]:
-        del tenant.runs[name]
-    return started
 
 
 def _result(result: RunResult) -> dict[str, Any]:
@@ -343,7 +328,7 @@ def _result(result: RunResult) -> dict[str, Any]:
     return {"answer": result.text, "total_ms": result.total_ms, "agents": agents}
 
 
-@router.post("/v1/workflows/{name}/runs", response_class=Response, responses=answers(200, kinds=EVENTS) | answers(201))
+@router.post("/v1/workflows/{name}/runs", response_class=Response, responses=answers(200, EVENTS) | answers(201))
 async def start(name: str, body: RunBody, caller: TheCaller) -> Response:
     """Start a run. With `stream`, the answer is its events, and a client that disconnects cancels it."""
     service, tenant = caller.service, caller.tenant
@@ -360,8 +345,13 @@ async def start(name: str, body: RunBody, caller: TheCaller) -> Response:
                 raise PromptTooLong.of(f"inputs.{key}", error.tokens, error.most) from None
 
     await service.threads.work(check)
-    guard = GuardMode(body.guard) if body.guard else None
-    served = start_run(service, tenant, flow.for_run(default, body.reuse, guard), body.inputs)
+    workflow = flow.for_run(default, body.reuse, body.guard)
+    service.admit(tenant, 1)
+    served = ServerRun(service, tenant, workflow, body.inputs)
+    tenant.runs[served.id] = served
+    ended = [name for name, one in tenant.runs.items() if one.status is not RunStatus.RUNNING]
+    for name in ended[:-REMEMBERED]:
+        del tenant.runs[name]
     if body.stream:
         return EventStream(served.follow(), served.cancel)
     return JSONAnswer({**served.to_dict(), "events": f"/v1/runs/{served.id}/events"}, 201)
@@ -379,7 +369,7 @@ async def one_run(run: str, caller: TheCaller) -> Response:
     return JSONAnswer(found("run", caller.tenant.runs, run).to_dict())
 
 
-@router.get("/v1/runs/{run}/events", response_class=Response, responses=answers(200, kinds=EVENTS))
+@router.get("/v1/runs/{run}/events", response_class=Response, responses=answers(200, EVENTS))
 async def events(run: str, caller: TheCaller, last_event_id: Annotated[int | None, Header()] = None) -> Response:
     """Stream the past and future events of a run, from behind `Last-Event-ID` if that is given."""
     served: ServerRun = found("run", caller.tenant.runs, run)
