@@ -92,7 +92,7 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
         assert (segment.sample, segment.tokens) == (SampleId.parse("agent_first@0"), tuple(b"one"))
         assert served.engine.requests[-1].run == "r"
         run = RunKey(first.namespace, "c", first.run)
-        served.service.client_runs.of(first.tenant)[run].turns["last"] = 0
+        served.service.client_runs.by_tenant[first.tenant][run].turns["last"] = 0
     asked(http, "last", {"user_question": "what?", "agent_first_current": "two"}, run="r", client="c")
     other = served.engine.requests[-1].segments[3]
     assert other.sample[:3] == (ValueKind.AGENT, "first", 0) and other.sample.digest

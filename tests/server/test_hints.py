@@ -96,7 +96,7 @@ def test_every_hint_without_a_prompt_gets_an_outcome() -> None:
         assert advised(http, {"kedge": {"run": "r", "final": True}}) == {("final", ""): "applied"}
         assert advised(http, {}) == {}
         advised(http, {"kedge": {"session": "fresh", "keep_for": 1}})
-        assert not running.service.client_runs.of(TenantId("default")), "sessions take no room of runs"
+        assert not running.service.client_runs.by_tenant[TenantId("default")], "sessions take no room of runs"
 
 
 HOSTILE: dict[str, Any] = {

@@ -28,7 +28,7 @@ from kedge.engine.common.state.saving import Snapshots
 from kedge.errors import ConfigError, EngineClosed, KedgeError
 from kedge.server import anthropic, responses, workflows
 from kedge.server.dashboard import routes as dashboard
-from kedge.server.http import ERRORS, JSONAnswer, answer_error, answers
+from kedge.server.http import ERRORS, JSONAnswer, answer_error
 from kedge.server.logs import AccessLogMiddleware
 from kedge.server.middleware import BoundedConnection, HostCheck
 from kedge.server.openai import generation
@@ -127,14 +127,13 @@ async def ready(request: Request) -> Response:
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 
-@_router.get("/metrics", response_class=Response, responses=answers(200, "text/plain"))
+@_router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {}}}}})
 async def metrics(request: Request) -> Response:
     """Return metrics in Prometheus' text format: all of them for the operator or without keys, else the tenant's."""
     service: Service = request.app.state.service
-    if not (caller := service.authenticate(request)).is_operator:
-        return Response(service.metrics.exposition(caller.id), headers={"Content-Type": CONTENT_TYPE_LATEST})
-    await service.cache_metrics.refresh()
-    text = service.metrics.exposition(None, service.cache_metrics)
+    if (caller := service.authenticate(request)).is_operator:
+        await service.cache_metrics.refresh()
+    text = service.metrics.exposition(None if caller.is_operator else caller.id, service.cache_metrics)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -85,27 +85,25 @@ class Registered:
 
 
 class ClientRuns:
-    """Runs that clients drive, their forecasts for the engine, and its hints for prompts to come. Belongs to the event
-    loop.
+    """The runs of all tenants. Belongs to the event loop.
 
-    Hints are for runs whose templates the server fills. What a call has bound is remembered, and so are the answers:
-    from them and the forecast follows what the next agents are going to read, as far as it is known yet. A wrong guess
-    costs idle time and changes no answer, see `kedge.engine.base.Engine.prepare`. The engine drops hints that the
-    forecast does not expect any more.
+    Where the server fills templates, the engine gets hints: from what calls have bound, the answers and the forecast
+    follows what the next agents are going to read, as far as it is known yet. A wrong guess costs idle time and changes
+    no answer, see `Engine.prepare`. The engine drops hints that the forecast does not expect any more.
     """
 
     def __init__(self, engine: Engine, default: ReuseMode) -> None:
         """`default`: the reuse mode where neither agent nor workflow has one."""
         self.board = ForecastBoard(TTL)
         self._engine, self._default = engine, default
-        self._runs: dict[TenantId, OrderedDict[RunKey, ClientRun]] = {}
-        """By tenant, so that no tenant's runs evict another's, in the order of their last calls."""
+        self.by_tenant = defaultdict[TenantId, OrderedDict[RunKey, ClientRun]](OrderedDict)
+        """So that no tenant's runs evict another's, in the order of their last calls."""
 
     def touch(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> ClientRun | None:
         """Return the run that `hints` name, if any, and take the forecast in them."""
         if not hints.run:
             return None
-        now, runs = time.monotonic(), self.of(namespace.tenant)
+        now, runs = time.monotonic(), self.by_tenant[namespace.tenant]
         key = _key(namespace, hints)
         run = runs.setdefault(key, ClientRun(key, now))
         run.heard = now
@@ -145,13 +143,9 @@ class ClientRuns:
 
     def end(self, run: ClientRun) -> None:
         """Forget a run, in the engine too."""
-        if self.of(run.key.namespace.tenant).pop(run.key, None) is not None:
+        if self.by_tenant[run.key.namespace.tenant].pop(run.key, None) is not None:
             self._publish(self.board.done(run.key, time.monotonic()))
             self._engine.end_run(run.key)
-
-    def of(self, tenant: TenantId) -> OrderedDict[RunKey, ClientRun]:
-        """Return a tenant's runs that are remembered, in the order of their last calls."""
-        return self._runs.setdefault(tenant, OrderedDict())
 
     def _take_forecast(self, run: ClientRun, hints: Hints, registered: Registered | None, now: float) -> None:
         if hints.steps is not None:

@@ -85,12 +85,10 @@ class JSONAnswer(Response):
 class EventStream(StreamingResponse):
     """Answer of server-sent events. `on_end` is called exactly once, even if the stream never began."""
 
+    media_type = EVENTS
+
     def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        super().__init__(
-            events,
-            media_type=EVENTS,
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -276,17 +274,11 @@ class ErrorBody(BaseModel):
 
 Answers = dict[int | str, dict[str, Any]]
 """Status, or a range of them, -> documentation of the answer."""
+STREAMED: Answers = {200: {"content": {EVENTS: {"schema": {}}}}}
 ERRORS: Answers = {
     "4XX": {"model": ErrorBody, "description": "The call cannot be served as it is."},
     "5XX": {"model": ErrorBody, "description": "The server has no room now, or its engine has ended."},
 }
-
-
-def answers(status: int, *kinds: str) -> Answers:
-    """Return the documentation of a route's answer: its status and content types, JSON where nothing else is said."""
-    return {status: {"description": "Successful", "content": {kind: {"schema": {}} for kind in kinds or (JSON,)}}}
-
-
 KINDS: tuple[tuple[type[KedgeError], int, str | None], ...] = (
     (Unauthenticated, 401, "invalid_api_key"),
     (NotFound, 404, "not_found"),

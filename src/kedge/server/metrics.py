@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -92,27 +92,21 @@ class ServerMetrics:
         for name, states in self._history.in_flight().items():
             self._waiting.labels(name).set(states[CallState.WAITING])
             self._running.labels(name).set(states[CallState.RUNNING])
-        view = CollectorRegistry(auto_describe=False)
-        view.register(_TenantView(self._registry, self._model_name, tenant))
-        if tenant is None and of_all is not None:
-            view.register(of_all)
-        return generate_latest(view)
-
-
-class _TenantView(Collector):
-    """Series of one tenant, or of all for None, with the model's name as a label and without creation times."""
-
-    def __init__(self, registry: CollectorRegistry, model_name: str, tenant: TenantId | None) -> None:
-        self._registry, self._model_name, self._tenant = registry, model_name, tenant
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
+        families = list(self._registry.collect())
+        for family in families:  # with the model's name as a label, and without creation times
             family.samples = [
                 sample._replace(labels={**sample.labels, "model_name": self._model_name})
                 for sample in family.samples
-                if not sample.name.endswith("_created") and self._tenant in (None, sample.labels["tenant"])
+                if not sample.name.endswith("_created") and tenant in (None, sample.labels["tenant"])
             ]
-            yield family
+        if tenant is None and of_all is not None:
+            families += of_all.collect()
+        return generate_latest(_Families(families))
+
+
+class _Families(list[Metric], Collector):
+    def collect(self) -> Iterable[Metric]:
+        return self
 
 
 PATIENCE = 0.5

@@ -162,7 +162,7 @@ class CallScope:
 
 async def _caller(request: Request) -> CallScope:
     service: Service = request.app.state.service
-    tenant = service.authenticate(request)
+    tenant: Tenant = getattr(request.state, "tenant", None) or service.authenticate(request)
     if tenant.id == OPERATOR:
         raise Unauthenticated("Authorization", "…", "must be a tenant's key: an operator's key only reads metrics")
     return CallScope(request, service, tenant)

@@ -19,28 +19,28 @@ from kedge.errors import KedgeError, PromptTooLong, RequestError, SpecError, Wor
 from kedge.guard import GuardMode
 from kedge.hints.without_prompt import outcomes
 from kedge.runner.prompts import compiled
-from kedge.runner.run import EventKind, RunEvent, RunResult, check_inputs, run
+from kedge.runner.run import AgentResult, EventKind, RunEvent, RunResult, check_inputs, run
 from kedge.server.client_runs import Registered
 from kedge.server.history import REMEMBERED
 from kedge.server.http import (
     ERRORS,
-    EVENTS,
     JSON,
+    STREAMED,
     YAML,
+    Answers,
     Body,
     CallFailure,
     EventStream,
     JSONAnswer,
     TypedRoute,
     accepted,
-    answers,
     event,
     receipt,
 )
 from kedge.server.service import Service, TheCaller
 from kedge.server.tenancy import Tenant, found
 from kedge.settings.sections import shown_fidelity
-from kedge.types import RequestId, ReuseMode, RunId
+from kedge.types import AgentId, RequestId, ReuseMode
 from kedge.workflow.graph import Workflow
 from kedge.workflow.spec import build_workflow, parse_text
 
@@ -68,6 +68,7 @@ MAX_WORKFLOWS, MAX_STEPS = 256, 1024
 """Workflows of a tenant, calls in one run of a workflow."""
 MAX_FILE_BYTES = 256 << 10
 """Limit of a workflow file, since YAML is slow to read."""
+CREATED: Answers = {201: {"description": "Created", "content": {JSON: {"schema": {}}}}}
 FILE = {
     "requestBody": {
         "required": True,
@@ -79,7 +80,7 @@ FILE = {
 # workflows ------------------------------------------------------------------------------------------------------------
 
 
-@router.post("/v1/workflows", openapi_extra=FILE, responses=answers(201))
+@router.post("/v1/workflows", openapi_extra=FILE, responses=CREATED)
 async def register(caller: TheCaller, reuse: ReuseMode | None = None) -> Response:
     """Register the workflow file in the body (YAML, or JSON by its content type), or replace the one with its name.
 
@@ -150,7 +151,7 @@ def _described(one: Registered) -> dict[str, Any]:
         {
             "id": agent.id,
             "title": agent.title,
-            "waits_for": [other for other in flow.order if other in flow.waits_for[agent_id]],
+            "waits_for": [other for other in flow.order if other in flow.waits_for[AgentId(agent.id)]],
             "reads": [placeholder.name for placeholder in agent.placeholders],
             "tool": agent.tool is not None,
             "reuse": agent.reuse,
@@ -158,8 +159,7 @@ def _described(one: Registered) -> dict[str, Any]:
             "fidelity": shown_fidelity(agent.fidelity),
             "pick": agent.pick,
         }
-        for agent_id in flow.order
-        for agent in (flow.agent(agent_id),)
+        for agent in map(flow.agent, flow.order)
     ]
     head = {"id": flow.name, "object": "workflow", "inputs": flow.inputs, "turns": flow.turns, "reuse": one.reuse}
     return {**head, "agents": agents}
@@ -207,7 +207,8 @@ class ServerRun:
         self._span = tracing.run(self.tenant.id, self.id, self.flow) if tracing else None
         self.service.metrics.runs.labels(self.tenant.id).inc()
         self.service.calls[self] = lambda _: self.cancel()
-        result = self.service.threads.wait(self._run)
+        start = partial(run, self.service.engine, self.flow, self.inputs, reuse=ReuseMode.EXACT, run_id=self.id)
+        result = self.service.threads.wait(partial(start, tenant=self.tenant.id, on_event=self._post))
         result.add_done_callback(lambda ended: self._loop.call_soon_threadsafe(self._end, ended))
 
     async def follow(self, start: int = 0) -> AsyncIterator[bytes]:
@@ -240,17 +241,6 @@ class ServerRun:
 
     # the run's thread ---------------------------------------------------------------------------------------------
 
-    def _run(self) -> RunResult:
-        return run(
-            self.service.engine,
-            self.flow,
-            self.inputs,
-            reuse=ReuseMode.EXACT,
-            run_id=RunId(self.id),
-            tenant=self.tenant.id,
-            on_event=self._post,
-        )
-
     def _post(self, event: RunEvent) -> None:
         if self._span:
             self._span.record(event)
@@ -271,10 +261,10 @@ class ServerRun:
             self.service.finished(self.tenant, event.completion)
         if event.kind is not EventKind.TEXT or event.text:
             data: dict[str, Any] = {"agent": event.agent, "turn": event.turn}
-            if event.kind is not EventKind.SUBMITTED:
-                data["text"] = event.text
             if event.completion:
-                data |= {"finish_reason": event.completion.finish_reason, "receipt": receipt(event.completion)}
+                data = _answered(event)
+            elif event.kind is not EventKind.SUBMITTED:
+                data["text"] = event.text
             self._add_event(event.kind, data)
 
     def _add_event(self, name: str, data: Mapping[str, Any]) -> None:
@@ -289,7 +279,9 @@ class ServerRun:
         error, status, data = ended.exception(), RunStatus.FAILED, dict[str, Any]()
         died = error and self.service.engine_error
         if error is None:
-            status, data = RunStatus.FINISHED, _result(ended.result())
+            status, result = RunStatus.FINISHED, ended.result()
+            agents = [{**_answered(one), "tool_result": one.tool_result} for one in result.results]
+            data = {"answer": result.text, "total_ms": result.total_ms, "agents": agents}
         elif self.is_cancelled and not died:
             status = RunStatus.CANCELLED
         else:
@@ -313,22 +305,13 @@ class ServerRun:
             self.service.threads.cancel(list(self.in_flight))
 
 
-def _result(result: RunResult) -> dict[str, Any]:
-    agents = [
-        {
-            "agent": one.agent,
-            "turn": one.turn,
-            "text": one.text,
-            "tool_result": one.tool_result,
-            "finish_reason": one.completion.finish_reason,
-            "receipt": receipt(one.completion),
-        }
-        for one in result.results
-    ]
-    return {"answer": result.text, "total_ms": result.total_ms, "agents": agents}
+def _answered(one: RunEvent | AgentResult) -> dict[str, Any]:
+    assert one.completion
+    about = {"agent": one.agent, "turn": one.turn, "text": one.text, "finish_reason": one.completion.finish_reason}
+    return {**about, "receipt": receipt(one.completion)}
 
 
-@router.post("/v1/workflows/{name}/runs", response_class=Response, responses=answers(200, EVENTS) | answers(201))
+@router.post("/v1/workflows/{name}/runs", response_class=Response, responses=STREAMED | CREATED)
 async def start(name: str, body: RunBody, caller: TheCaller) -> Response:
     """Start a run. With `stream`, the answer is its events, and a client that disconnects cancels it."""
     service, tenant = caller.service, caller.tenant
@@ -369,7 +352,7 @@ async def one_run(run: str, caller: TheCaller) -> Response:
     return JSONAnswer(found("run", caller.tenant.runs, run).to_dict())
 
 
-@router.get("/v1/runs/{run}/events", response_class=Response, responses=answers(200, EVENTS))
+@router.get("/v1/runs/{run}/events", response_class=Response, responses=STREAMED)
 async def events(run: str, caller: TheCaller, last_event_id: Annotated[int | None, Header()] = None) -> Response:
     """Stream the past and future events of a run, from behind `Last-Event-ID` if that is given."""
     served: ServerRun = found("run", caller.tenant.runs, run)

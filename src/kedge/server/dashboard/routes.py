@@ -62,7 +62,7 @@ async def state(caller: TheCaller, since: int = 0) -> Response:
             "runs": [
                 # of clients' runs those that go on: any other run of a call has ended
                 *({**one.brief(), "reason": one.failure and one.failure.reason} for one in tenant.runs.values()),
-                *({"id": run.name, "status": "running"} for run in service.client_runs.of(tenant.id)),
+                *({"id": run.name, "status": "running"} for run in service.client_runs.by_tenant[tenant.id]),
             ],
             **told,
         }

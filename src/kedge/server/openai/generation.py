@@ -31,13 +31,11 @@ from kedge.hints.values import MAX_EXPECTED
 from kedge.server.client_runs import values_for
 from kedge.server.http import (
     ERRORS,
-    EVENTS,
-    JSON,
+    STREAMED,
     CallFailure,
     EventStream,
     JSONAnswer,
     TypedRoute,
-    answers,
     receipt,
     sent_as,
 )
@@ -64,9 +62,6 @@ from kedge.workflow.graph import Step
 
 if TYPE_CHECKING:
     from kedge.server.tracing import GenerationSpan
-
-ANSWERS = answers(200, JSON, EVENTS)
-"""Documentation of the answers of routes that generate"""
 
 
 async def answer(given: CallBody, writer: AnswerWriter, caller: CallScope) -> Response:
@@ -401,13 +396,13 @@ class Generation:
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
 
 
-@router.post("/v1/chat/completions", responses=ANSWERS)
+@router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(body: ChatBody, caller: TheCaller) -> Response:
     """Answer a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
     return await answer(body, CompletionsWriter(caller.service), caller)
 
 
-@router.post("/v1/completions", responses=ANSWERS)
+@router.post("/v1/completions", responses=STREAMED)
 async def completions(body: CompletionBody, caller: TheCaller) -> Response:
     """Continue texts or token ids."""
     return await answer(body, CompletionsWriter(caller.service), caller)
