@@ -309,7 +309,7 @@ def leftovers(app: Any, engine: Engine) -> str:
     held = ""
     while time.monotonic() < deadline:
         leased, jobs = held_by(engine)
-        in_flight = sum(meter.in_flight for meter in service._meters.values())
+        in_flight = service.in_flight
         held = f"{leased} blocks, {jobs} jobs, {in_flight} in flight" if leased or jobs or in_flight else ""
         if not held:
             break

@@ -89,7 +89,7 @@ class Served:
 
     def wait_quiet(self) -> None:
         """Until nothing is in flight any more, and whatever follows from the last call's end has been done."""
-        wait_until(lambda: self.service.is_quiet)
+        wait_until(lambda: not self.service.in_flight)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -92,7 +92,7 @@ def test_a_run_remembers_what_its_agents_said(served: Served, http: httpx.Client
         assert (segment.sample, segment.tokens) == (SampleId.parse("agent_first@0"), tuple(b"one"))
         assert served.engine.requests[-1].run == "r"
         run = RunKey(first.namespace, "c", first.run)
-        served.service.client_runs.of(first.tenant)[run].turns["last"] = 0
+        served.service.client_runs.by_tenant[first.tenant][run].turns["last"] = 0
     asked(http, "last", {"user_question": "what?", "agent_first_current": "two"}, run="r", client="c")
     other = served.engine.requests[-1].segments[3]
     assert other.sample[:3] == (ValueKind.AGENT, "first", 0) and other.sample.digest
@@ -224,7 +224,7 @@ def test_what_is_remembered_of_a_run_is_bounded(
 ) -> None:
     monkeypatch.setattr(client_runs, "ENTRIES", 1)
     call(served, http, "solver", {"user_question": "2+2?"})
-    (known,) = served.service.client_runs._runs["default"].values()
+    (known,) = served.service.client_runs.by_tenant["default"].values()
     assert [str(sample) for sample in known.values] == ["input_user_question@0"]
     call(served, http, "critic", {"user_question": "2+2?"})
     assert len(known.values) == 1
@@ -233,9 +233,9 @@ def test_what_is_remembered_of_a_run_is_bounded(
 def test_a_run_that_is_over_is_forgotten(served: Served, http: httpx.Client) -> None:
     runs = served.service.client_runs
     call(served, http, "solver", {"user_question": "2+2?"})
-    assert runs._runs["default"]
+    assert runs.by_tenant["default"]
     call(served, http, "critic", {"user_question": "2+2?"}, final=True)
-    assert not runs._runs["default"]
+    assert not runs.by_tenant["default"]
     (ended,) = {key.run_id for changes, _ in served.engine.forecasts[-1:] for key in changes}
     assert (ended, set(served.engine.forecasts[-1][0].values())) == ("r", {None}), "the engine drops what it prepared"
 
@@ -250,4 +250,4 @@ def test_a_run_that_expires_is_forgotten_for_everybodys_sake(
     http.post("/v1/hints", json={"kedge": {"run": "other", "steps": {"a": 1}}})
     gone = {key.agent for changes, _ in served.engine.forecasts[before:] for key, one in changes.items() if one is None}
     assert {"critic", "judge"} <= gone
-    assert {key.run_id for key in served.service.client_runs._runs["default"]} == {"other"}
+    assert {key.run_id for key in served.service.client_runs.by_tenant["default"]} == {"other"}

@@ -162,6 +162,7 @@ def test_an_answer_that_is_begun_is_continued(told: Talking, content: Any) -> No
     [
         ("One. Two. END.", ["END"], "stop_sequence", "END"),
         ("One\n\nTwo", ["x", "\n\n"], "stop_sequence", "\n\n"),
+        ("END.", ["END"], "stop_sequence", "END"),
         ("One", ["END"], "end_turn", None),
         ("One two three four five six seven eight nine ten eleven", ["END"], "max_tokens", None),
         (CALL, ["END"], "tool_use", None),
@@ -179,6 +180,7 @@ def test_the_stop_sequence_is_named(
     else:
         answer = told.claude().messages.create(**asked)
     assert (answer.stop_reason, answer.stop_sequence) == (reason, stopped)
+    assert stream or answer.content, "a whole answer has a text, even if it is empty"
 
 
 def test_both_events_of_a_stream_count_the_same_input(told: Talking) -> None:

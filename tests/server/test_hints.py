@@ -96,7 +96,7 @@ def test_every_hint_without_a_prompt_gets_an_outcome() -> None:
         assert advised(http, {"kedge": {"run": "r", "final": True}}) == {("final", ""): "applied"}
         assert advised(http, {}) == {}
         advised(http, {"kedge": {"session": "fresh", "keep_for": 1}})
-        assert not running.service.client_runs.of(TenantId("default")), "sessions take no room of runs"
+        assert not running.service.client_runs.by_tenant[TenantId("default")], "sessions take no room of runs"
 
 
 HOSTILE: dict[str, Any] = {
@@ -191,7 +191,7 @@ def test_no_tenant_speaks_for_anothers_sessions() -> None:
 def test_hints_without_a_prompt_have_a_limit_of_their_own() -> None:
     keys = KeyRing({}, LimitSettings(tokens_per_minute=1, hints_per_minute=10))
     with EchoEngine() as engine, serving(engine, keys=keys) as running, running.http() as http:
-        allowed = running.service.meter(keys.of_headers({})).hints
+        allowed = keys.of_headers({}).allowed_hints
         allowed.clock = lambda: 0.0  # time stands still
         for used in (3, 6, 9, 12):
             said = {"run": "r", "steps": {"a": used - 1, "b": 1}}

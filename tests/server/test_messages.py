@@ -17,7 +17,7 @@ from kedge.errors import PromptTooLong
 from kedge.server.anthropic import MessagesBody
 from kedge.server.openai.protocol import ChatBody, CompletionBody
 from kedge.server.responses import ResponsesBody
-from kedge.server.workflows.routes import RunBody
+from kedge.server.workflows import RunBody
 from kedge.settings import ServerSettings
 from tests.server.conftest import FLOW, WEATHER, YAML, serving
 from tests.server.test_dialects import BODIES, CHAT, MESSAGES, RESPONSES, TEXT

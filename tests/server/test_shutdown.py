@@ -14,9 +14,8 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.server import app
-from kedge.server.workflows.server_runs import ServerRun
+from kedge.server.workflows import ServerRun
 from kedge.settings import ServerSettings
-from kedge.types import TenantId
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import FLOW, PATIENCE, YAML, Served, serving, wait_until
 
@@ -35,7 +34,7 @@ def ending(grace: float, delay_s: float = 0.01) -> Iterator[Served]:
         yield running
         assert running.has_ended()
         assert not engine.in_flight
-        assert running.service.is_quiet
+        assert not running.service.in_flight and not running.service.calls
 
 
 def test_a_stream_that_ends_in_time_is_whole() -> None:
@@ -74,7 +73,7 @@ def test_a_stream_that_is_not_over_by_then_is_told_so(end: Callable[[Served], No
 def test_an_answer_that_goes_on_too_long_is_a_503() -> None:
     with ending(0.2) as running, ThreadPoolExecutor(1) as pool:
         calling = pool.submit(running.http().post, TEXT, json=LONG)
-        wait_until(lambda: not running.service.is_quiet)
+        wait_until(lambda: bool(running.service.in_flight))
         running.end()
         answer = calling.result()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_closed")
@@ -90,7 +89,7 @@ def test_a_run_without_a_listener_has_the_grace_too() -> None:
 
 
 def only_run(running: Served) -> ServerRun:
-    (run,) = running.service.runs.of(TenantId("default")).values()
+    (run,) = running.service.keys.tenants[0].runs.values()
     return run
 
 

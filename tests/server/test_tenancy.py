@@ -11,7 +11,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
-from kedge.server.tenancy import Meter, hashed, load_keys, new_key
+from kedge.server.tenancy import Tenant, hashed, load_keys, new_key
 from kedge.settings import LimitSettings, ServerSettings
 from kedge.types import TenantId
 from tests.server.conftest import FLOW, YAML, Served, serving
@@ -99,31 +99,31 @@ def test_metrics_are_a_tenants_own_but_for_the_operator(two: Served) -> None:
 
 
 def test_requests_in_flight() -> None:
-    meter = Meter(LimitSettings(requests_in_flight=2))
+    tenant = Tenant(TenantId("a"), LimitSettings(requests_in_flight=2))
     with pytest.raises(RequestError, match="n=3"):
-        meter.admit(3)
-    meter.admit(2)
+        tenant.admit(3)
+    tenant.admit(2)
     with pytest.raises(LimitReached, match="requests_in_flight=2"):
-        meter.admit(1)
-    meter.give_back()
-    meter.admit(1)
-    assert meter.in_flight == 2
+        tenant.admit(1)
+    tenant.give_back()
+    tenant.admit(1)
+    assert tenant.in_flight == 2
 
 
 def test_tokens_per_minute() -> None:
     now = [0.0]
-    meter = Meter(LimitSettings(tokens_per_minute=60), lambda: now[0])
-    meter.admit(1)
-    meter.tokens.use(79)
+    tenant = Tenant(TenantId("a"), LimitSettings(tokens_per_minute=60), clock=lambda: now[0])
+    tenant.admit(1)
+    tenant.allowed_tokens.use(79)
     with pytest.raises(LimitReached) as caught:
-        meter.admit(1)
+        tenant.admit(1)
     assert caught.value.retry_after == 20
     now[0] = caught.value.retry_after
-    meter.admit(1)
+    tenant.admit(1)
     now[0] = 1000
-    meter.tokens.use(60)
+    tenant.allowed_tokens.use(60)
     with pytest.raises(LimitReached) as caught:
-        meter.admit(1)
+        tenant.admit(1)
     assert caught.value.retry_after == 1, "a minute's worth is all that is saved up"
 
 
@@ -146,7 +146,7 @@ def test_whoever_has_heard_the_end_may_call_again(stream: bool) -> None:
         body = {"prompt": "x", "max_tokens": 1, "n": 2, "stream": stream}
         assert {http.post("/v1/completions", json=body).status_code for _ in range(20)} == {200}
         running.wait_quiet()
-        assert running.service.meter(running.service.keys.tenants[0]).in_flight == 0
+        assert running.service.in_flight == 0
 
 
 # keys -----------------------------------------------------------------------------------------------------------------
@@ -159,9 +159,10 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         f'[tenants.acme]\nkeys = ["{hashed(key)}"]\nrequests_in_flight = 3\n'
         f'host_memory = "1MiB"\n[operator]\nkeys = ["{hashed(A)}"]\n'
     )
-    ring = load_keys(file, f"other:{hashed(B)}", LimitSettings(requests_in_flight=9))
+    ring = load_keys(file, f"other:{hashed(B)},acme:{hashed('more')}", LimitSettings(requests_in_flight=9))
     assert not ring.is_open
     acme, other = ring.of_headers({"authorization": f"Bearer {key}"}), ring.of_headers({"authorization": f"bearer {B}"})
+    assert ring.of_headers({"x-api-key": "more"}) is acme, "all keys of a tenant have its limits"
     assert (acme.id, acme.limits) == ("acme", LimitSettings(requests_in_flight=3, host_memory=1 << 20))
     assert (other.id, other.limits) == ("other", LimitSettings(requests_in_flight=9))
     assert ring.of_headers({"authorization": f"Bearer {A}"}).is_operator

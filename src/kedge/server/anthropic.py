@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
@@ -14,21 +14,21 @@ from kedge.hints.values import cache_marks
 from kedge.server.http import (
     ERRORS,
     PLACE,
+    STREAMED,
     Body,
     JSONAnswer,
     TypedRoute,
     accepted,
-    answers,
     event,
     read_as,
     sent_as,
 )
 from kedge.server.openai import prompts
-from kedge.server.openai.generation import ANSWERS, answer
+from kedge.server.openai.generation import answer
 from kedge.server.openai.protocol import DROPPED, CallBody, ChatBody, Count
-from kedge.server.openai.tool_calls import ToolCall, read_json
+from kedge.server.openai.tool_calls import read_json
 from kedge.server.openai.writers import AnswerWriter, Said
-from kedge.server.service import TheCaller
+from kedge.server.service import Service, TheCaller
 from kedge.types import Completion, FinishReason
 
 Block = dict[str, Any]
@@ -140,16 +140,15 @@ def _part(block: Any) -> Any:
 class MessagesWriter(AnswerWriter):
     """Writer of one message. Its content is a text, unless that is empty, and the uses of tools."""
 
-    blocks = 0
-    has_called = is_in_text = False
+    is_in_text = False
 
-    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
-        ((parsed, delta),) = said
-        assert delta.completion
-        self.has_called = bool(parsed.calls)
-        text = [{"type": "text", "text": parsed.content}] if parsed.content or not parsed.calls else []
-        content = [*text, *({**_tool_use(call), "input": read_json(call.arguments)} for call in parsed.calls)]
-        return {**self._message(content, usage_of(delta.completion)), **self._stop_fields(delta.completion)}
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.content: list[Block] = []
+
+    def ended(self, completion: Completion) -> dict[str, Any]:
+        content = self.content or [{"type": "text", "text": ""}]
+        return {**self._message(content, usage_of(completion)), **self._stop_fields(completion)}
 
     def begin(self) -> bytes:
         counts = {"input_tokens": self.requests[0].prompt_tokens, "output_tokens": 0}
@@ -161,11 +160,12 @@ class MessagesWriter(AnswerWriter):
             if not self.is_in_text:
                 yield self._start({"type": "text", "text": ""})
                 self.is_in_text = True
+            self.content[-1]["text"] += parsed.content
             yield self._block("delta", delta={"type": "text_delta", "text": parsed.content})
         for call in parsed.calls:
             yield self._stop_text()
-            self.has_called = True
-            yield self._start({**_tool_use(call), "input": {}})
+            yield self._start({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            self.content[-1]["input"] = read_json(call.arguments)
             yield self._block("delta", delta={"type": "input_json_delta", "partial_json": call.arguments})
             yield self._block("stop")
         if delta.completion:
@@ -184,11 +184,11 @@ class MessagesWriter(AnswerWriter):
         return self._block("stop") if was_in_text else b""
 
     def _start(self, block: Block) -> bytes:
-        self.blocks += 1
+        self.content.append(block)
         return self._block("start", content_block=block)
 
     def _block(self, what: str, **data: Any) -> bytes:
-        return _event(f"content_block_{what}", index=self.blocks - 1, **data)
+        return _event(f"content_block_{what}", index=len(self.content) - 1, **data)
 
     def _message(self, content: list[Block], counts: dict[str, int]) -> dict[str, Any]:
         head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": self.model}
@@ -202,7 +202,7 @@ class MessagesWriter(AnswerWriter):
         if request.sampling.stop and completion.finish_reason is FinishReason.STOP:
             said = self.tokenizer.decode(completion.tokens)
             stopped = next((stop for stop in request.sampling.stop if said.startswith(completion.text + stop)), None)
-        reason = "tool_use" if self.has_called else "end_turn"
+        reason = "tool_use" if any(block["type"] == "tool_use" for block in self.content) else "end_turn"
         return {"stop_reason": reason if stopped is None else "stop_sequence", "stop_sequence": stopped}
 
 
@@ -217,10 +217,6 @@ def usage_of(completion: Completion) -> dict[str, int]:
     }
 
 
-def _tool_use(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name}
-
-
 def _event(name: str, **data: Any) -> bytes:
     return event({"type": name, **data}, name=name)
 
@@ -228,13 +224,13 @@ def _event(name: str, **data: Any) -> bytes:
 router = APIRouter(tags=["Anthropic"], responses=ERRORS, route_class=TypedRoute)
 
 
-@router.post("/v1/messages", responses=ANSWERS)
+@router.post("/v1/messages", responses=STREAMED)
 async def messages(body: MessagesBody, caller: TheCaller) -> Response:
     """Answer a conversation."""
     return await answer(body, MessagesWriter(caller.service), caller)
 
 
-@router.post("/v1/messages/count_tokens", responses=answers(200))
+@router.post("/v1/messages/count_tokens")
 async def count_tokens(body: MessagesBody, caller: TheCaller) -> Response:
     """Return how many tokens a conversation's prompt has."""
     service = caller.service

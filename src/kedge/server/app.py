@@ -26,17 +26,15 @@ from kedge import __version__
 from kedge.engine.base import Engine
 from kedge.engine.common.state.saving import Snapshots
 from kedge.errors import ConfigError, EngineClosed, KedgeError
-from kedge.server import anthropic as anthropic_api
-from kedge.server import responses as responses_api
+from kedge.server import anthropic, responses, workflows
 from kedge.server.dashboard import routes as dashboard
-from kedge.server.http import ERRORS, JSONAnswer, answer_error, answers
+from kedge.server.http import ERRORS, JSONAnswer, answer_error
 from kedge.server.logs import AccessLogMiddleware
 from kedge.server.middleware import BoundedConnection, HostCheck
-from kedge.server.openai import generation as openai_api
+from kedge.server.openai import generation
 from kedge.server.service import BUNDLED_MODEL, Service
 from kedge.server.tenancy import KeyRing
 from kedge.server.threads import in_own_thread
-from kedge.server.workflows import routes as workflow_api
 from kedge.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -79,7 +77,7 @@ def create_app(
     if settings.state is not None and engine.state != settings.state:
         app.state.snapshots = snapshots_of(engine, settings.state, service.metrics.snapshot)
         app.state.snapshots.load()
-    for api in (openai_api, responses_api, anthropic_api, workflow_api, dashboard):
+    for api in (generation, responses, anthropic, workflows, dashboard):
         app.include_router(api.router)
     app.include_router(_router)
     app.add_middleware(HostCheck, bound=settings.host, allowed=settings.allowed_hosts)
@@ -129,14 +127,13 @@ async def ready(request: Request) -> Response:
     return JSONAnswer({"status": "ready", "model": service.model_name})
 
 
-@_router.get("/metrics", response_class=Response, responses=answers(200, kinds=("text/plain",)))
+@_router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {"schema": {}}}}})
 async def metrics(request: Request) -> Response:
     """Return metrics in Prometheus' text format: all of them for the operator or without keys, else the tenant's."""
     service: Service = request.app.state.service
-    if not (caller := service.authenticate(request)).is_operator:
-        return Response(service.metrics.exposition(caller.id), headers={"Content-Type": CONTENT_TYPE_LATEST})
-    await service.cache_metrics.refresh()
-    text = service.metrics.exposition(None, service.cache_metrics)
+    if (caller := service.authenticate(request)).is_operator:
+        await service.cache_metrics.refresh()
+    text = service.metrics.exposition(None if caller.is_operator else caller.id, service.cache_metrics)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
@@ -194,7 +191,7 @@ class GracefulServer(uvicorn.Server):
 
         failing = asyncio.create_task(fail_after_grace())
         last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
-        while not self._service.is_quiet and time.monotonic() < last:
+        while self._service.in_flight and time.monotonic() < last:
             await asyncio.sleep(0.1)  # as often as Uvicorn looks; new calls are still answered, with 503
         if not await self._service.answers(MARGIN_SECONDS):
             self._service.is_hung = True

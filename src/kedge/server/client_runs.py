@@ -1,4 +1,5 @@
-"""Runs that clients drive call by call: their forecasts, what their agents read, and hints for the prompts to come.
+"""Registered workflows, and runs of them that clients drive call by call: their forecasts, what their agents read, and
+hints for the prompts to come.
 
 A run is forgotten when its client ends it, when no call has named it for a while, or when there are too many. An answer
 is remembered with its token ids, so that an agent that reads it later reads the same sample: the KV that decoding left
@@ -9,18 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from kedge.checks import require_text
 from kedge.engine.base import Engine, Tokenizer
-from kedge.errors import RequestError
+from kedge.errors import NotFound, RequestError
+from kedge.guard import GuardMode
 from kedge.hints import ActionOutcome, Hints
 from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
 from kedge.runner.prompts import NOTHING, Remembered, RunPrompts, fixed_prompts
-from kedge.server.registry import Registered
 from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import (
     AgentId,
@@ -35,7 +36,7 @@ from kedge.types import (
     ValueKind,
 )
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
-from kedge.workflow.graph import Step
+from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.steps import NextRun
 from kedge.workflow.template import CompiledAgent, Placeholder, Value
@@ -46,28 +47,63 @@ PREPARED_AGENTS = 4
 """Agents of a run whose next prompts are given to the engine, which keeps a few of all runs"""
 
 
-class ClientRuns:
-    """Runs that clients drive, their forecasts for the engine, and its hints for prompts to come. Belongs to the event
-    loop.
+@dataclass(frozen=True)
+class Registered:
+    """Registered workflow with its reuse modes and compiled prompts."""
 
-    Hints are for runs whose templates the server fills. What a call has bound is remembered, and so are the answers:
-    from them and the forecast follows what the next agents are going to read, as far as it is known yet. A wrong guess
-    costs idle time and changes no answer, see `kedge.engine.base.Engine.prepare`. The engine drops hints that the
-    forecast does not expect any more.
+    workflow: Workflow
+    reuse: ReuseMode | None
+    """Mode of agents without a mode of their own; None for the server's default."""
+    prompts: Mapping[AgentId, CompiledAgent]
+    """Prompts of all agents, compiled for the served model."""
+
+    def agent(self, name: str) -> Agent:
+        """Return the agent with this id. Raises `NotFound`."""
+        if name not in self.workflow.ids:
+            raise NotFound("agent", name, f"the workflow {self.workflow.name!r} has {', '.join(self.workflow.ids)}")
+        return self.workflow.agent(name)
+
+    def mode(self, agent: Agent, default: ReuseMode, asked: ReuseMode | None = None) -> ReuseMode:
+        """Return the reuse mode of `agent`. Its own mode overrides `asked`, which is for a whole run."""
+        return agent.reuse or asked or self.reuse or default
+
+    def for_run(
+        self, default: ReuseMode, asked: ReuseMode | Mapping[str, ReuseMode] | None, guard: GuardMode | None
+    ) -> Workflow:
+        """Return the workflow with a mode in every agent: that `asked` for by its name, which overrides everything
+        else, or as `mode` says. `guard` is the guard's mode for agents without one of their own.
+
+        Raises `NotFound` for an unknown agent.
+        """
+        whole, named = (None, asked) if isinstance(asked, Mapping) else (asked, {})
+        by_name = {self.agent(name).id: mode for name, mode in named.items()}
+        agents = (
+            replace(one, reuse=by_name.get(one.id) or self.mode(one, default, whole), guard=one.guard or guard)
+            for one in self.workflow.agents
+        )
+        return replace(self.workflow, agents=tuple(agents))
+
+
+class ClientRuns:
+    """The runs of all tenants. Belongs to the event loop.
+
+    Where the server fills templates, the engine gets hints: from what calls have bound, the answers and the forecast
+    follows what the next agents are going to read, as far as it is known yet. A wrong guess costs idle time and changes
+    no answer, see `Engine.prepare`. The engine drops hints that the forecast does not expect any more.
     """
 
     def __init__(self, engine: Engine, default: ReuseMode) -> None:
         """`default`: the reuse mode where neither agent nor workflow has one."""
         self.board = ForecastBoard(TTL)
         self._engine, self._default = engine, default
-        self._runs: dict[TenantId, OrderedDict[RunKey, ClientRun]] = {}
-        """By tenant, so that no tenant's runs evict another's, in the order of their last calls."""
+        self.by_tenant = defaultdict[TenantId, OrderedDict[RunKey, ClientRun]](OrderedDict)
+        """So that no tenant's runs evict another's, in the order of their last calls."""
 
     def touch(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> ClientRun | None:
         """Return the run that `hints` name, if any, and take the forecast in them."""
         if not hints.run:
             return None
-        now, runs = time.monotonic(), self.of(namespace.tenant)
+        now, runs = time.monotonic(), self.by_tenant[namespace.tenant]
         key = _key(namespace, hints)
         run = runs.setdefault(key, ClientRun(key, now))
         run.heard = now
@@ -91,6 +127,8 @@ class ClientRuns:
 
     def moved(self, run: ClientRun, agent: AgentId, *, has_ended: bool) -> None:
         """Record the start of an agent's call, or its end."""
+        if has_ended:
+            run.end_call(agent)
         if run.progress is not None:
             move = run.progress.finished if has_ended else run.progress.started
             self._publish(move(agent, time.monotonic()))
@@ -105,13 +143,9 @@ class ClientRuns:
 
     def end(self, run: ClientRun) -> None:
         """Forget a run, in the engine too."""
-        if self.of(run.key.namespace.tenant).pop(run.key, None) is not None:
+        if self.by_tenant[run.key.namespace.tenant].pop(run.key, None) is not None:
             self._publish(self.board.done(run.key, time.monotonic()))
             self._engine.end_run(run.key)
-
-    def of(self, tenant: TenantId) -> OrderedDict[RunKey, ClientRun]:
-        """Return a tenant's runs that are remembered, in the order of their last calls."""
-        return self._runs.setdefault(tenant, OrderedDict())
 
     def _take_forecast(self, run: ClientRun, hints: Hints, registered: Registered | None, now: float) -> None:
         if hints.steps is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -127,7 +127,7 @@ class History(Watcher):
     ) -> None:
         """`clock` in seconds; it never goes back. `keeps_texts` returns whether a tenant's texts may be kept."""
         self._clock, self._lock, self.keeps_texts = clock, threading.Lock(), keeps_texts
-        self._tenants: dict[TenantId, TenantHistory] = {}
+        self._tenants = defaultdict[TenantId, TenantHistory](TenantHistory)
 
     def submitted(self, request: GenerateRequest) -> None:
         with self._changing(request.tenant) as mine:
@@ -186,7 +186,7 @@ class History(Watcher):
         whom its runs expect, and its failures.
         """
         with self._lock:
-            mine, now = self._of(tenant), self._clock()
+            mine, now = self._tenants[tenant], self._clock()
             failures = [
                 {**asdict(one), "type": one.type, "kind": one.kind, "age_s": round(now - at, 1)}
                 for at, one in reversed(mine.failures)
@@ -203,7 +203,7 @@ class History(Watcher):
     def texts(self, tenant: TenantId, number: int) -> tuple[GenerateRequest | None, Completion | None] | None:
         """Return what a call asked and was answered, as far as that is kept; None where the call is not remembered."""
         with self._lock:
-            found = (call for call in self._of(tenant).calls if call.number == number)
+            found = (call for call in self._tenants[tenant].calls if call.number == number)
             return next(((call.request, call.completion) for call in found), None)
 
     def in_flight(self) -> dict[TenantId, Counter[CallState]]:
@@ -214,14 +214,11 @@ class History(Watcher):
     def fixed_prompts(self, tenant: TenantId) -> dict[WorkflowAgent, Tokens]:
         """Return the beginning that each agent's prompts share, where that is known."""
         with self._lock:
-            return dict(self._of(tenant).fixed)
+            return dict(self._tenants[tenant].fixed)
 
     @contextmanager
     def _changing(self, tenant: TenantId) -> Iterator[TenantHistory]:
         with self._lock:
-            mine = self._of(tenant)
+            mine = self._tenants[tenant]
             mine.version += 1
             yield mine
-
-    def _of(self, tenant: TenantId) -> TenantHistory:
-        return self._tenants.setdefault(tenant, TenantHistory())

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -50,6 +50,7 @@ from kedge.server.logs import CLIENT_GONE
 from kedge.types import Completion, Source
 
 OVERLOADED = "overloaded"
+JSON, EVENTS = "application/json", "text/event-stream"
 DONE = b"data: [DONE]\n\n"
 _encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
@@ -75,7 +76,7 @@ def event(data: object, *, name: str = "", number: int | None = None) -> bytes:
 class JSONAnswer(Response):
     """Answer with a JSON body, see `dumps`."""
 
-    media_type = "application/json"
+    media_type = JSON
 
     def render(self, content: Any) -> bytes:
         return dumps(content)
@@ -84,12 +85,10 @@ class JSONAnswer(Response):
 class EventStream(StreamingResponse):
     """Answer of server-sent events. `on_end` is called exactly once, even if the stream never began."""
 
+    media_type = EVENTS
+
     def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        super().__init__(
-            events,
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,7 +98,6 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-JSON_TYPE = "application/json"
 YAML = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 """RFC 9512, and older names."""
 
@@ -114,7 +112,7 @@ class TypedRoute(APIRoute):
 
     def get_route_handler(self, long_body: int = 1 << 16) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         body = (self.openapi_extra or {}).get("requestBody", {})
-        declared = tuple(body.get("content", ())) or ((JSON_TYPE,) if self.body_field else ())
+        declared = tuple(body.get("content", ())) or ((JSON,) if self.body_field else ())
         handle = super().get_route_handler()
 
         async def handle_read(request: Request) -> Response:
@@ -178,7 +176,7 @@ def require_type(request: Request, declared: tuple[str, ...]) -> None:
     """Raise `HTTPException` (415) unless the `Content-Type` is one of `declared`."""
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
-    is_json = JSON_TYPE in declared and kind.startswith("application/") and kind.endswith("+json")
+    is_json = JSON in declared and kind.startswith("application/") and kind.endswith("+json")
     if kind not in declared and not is_json:
         raise HTTPException(415, f"Content-Type={given!r}: must be {' or '.join(declared)}")
 
@@ -276,19 +274,11 @@ class ErrorBody(BaseModel):
 
 Answers = dict[int | str, dict[str, Any]]
 """Status, or a range of them, -> documentation of the answer."""
+STREAMED: Answers = {200: {"content": {EVENTS: {"schema": {}}}}}
 ERRORS: Answers = {
     "4XX": {"model": ErrorBody, "description": "The call cannot be served as it is."},
     "5XX": {"model": ErrorBody, "description": "The server has no room now, or its engine has ended."},
 }
-JSON, EVENTS = ("application/json",), ("text/event-stream",)
-
-
-def answers(*statuses: int, kinds: Iterable[str] = JSON) -> Answers:
-    """Return the documentation of a route's answers: their statuses and content types."""
-    content: dict[str, Any] = {kind: {"schema": {}} for kind in kinds}
-    return {status: {"description": "Successful", "content": content} for status in statuses}
-
-
 KINDS: tuple[tuple[type[KedgeError], int, str | None], ...] = (
     (Unauthenticated, 401, "invalid_api_key"),
     (NotFound, 404, "not_found"),

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,8 +22,9 @@ from kedge.guard import GuardState
 from kedge.hints import IgnoredHints
 from kedge.server.history import CallState, History
 from kedge.server.threads import Threads
-from kedge.types import Completion, ReuseMode, Source, TenantId
+from kedge.types import Completion, Source, TenantId
 
+M = TypeVar("M")
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0, 60.0)
 NO_TENANT = ""
 """Label of what belongs to no tenant."""
@@ -35,15 +37,14 @@ class ServerMetrics:
         """`history` has the generations in flight."""
         self._history = history or History()
         self._registry, self._model_name = CollectorRegistry(auto_describe=False), model_name
-        counter, gauge, histogram = self._counter, self._gauge, self._histogram
+        counter, gauge = partial(self._made, Counter), partial(self._made, Gauge)
+        histogram = partial(self._made, Histogram, buckets=SECONDS)
         self._running = gauge("num_requests_running", "Generations whose first token has come.")
         self._waiting = gauge("num_requests_waiting", "Generations that wait for their first token.")
         self.runs = gauge("num_runs_running", "Workflow runs that go on.")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished generations.")
         self._generation_tokens = counter("generation_tokens", "Generated tokens.")
         self._by_source = counter("prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "source")
-        self._queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the cache.")
-        self._hits = counter("prefix_cache_hits", "Prompt tokens whose exact KV was found.")
         self._success = counter("request_success", "Finished generations.", "finished_reason")
         self.errors = counter("request_errors", "Calls that were answered with an error.", "status")
         self.ended_runs = counter("runs", "Ended workflow runs.", "status")
@@ -54,14 +55,8 @@ class ServerMetrics:
         self._latency = histogram("e2e_request_latency_seconds", "From arrival in the engine to the last token.")
         self._per_token = histogram("time_per_output_token_seconds", "Mean time between two tokens of a generation.")
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"kedge:{name}", text, ("tenant", *labels), registry=self._registry)
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"kedge:{name}", text, ("tenant",), registry=self._registry)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"kedge:{name}", text, ("tenant",), registry=self._registry, buckets=SECONDS)
+    def _made(self, kind: Callable[..., M], name: str, text: str, *labels: str, **options: Any) -> M:
+        return kind(f"kedge:{name}", text, ("tenant", *labels), registry=self._registry, **options)
 
     def finished(self, tenant: TenantId, completion: Completion) -> None:
         """Count a generation that ended with a completion, including cancelled ones."""
@@ -71,9 +66,6 @@ class ServerMetrics:
         self._generation_tokens.labels(tenant).inc(tokens)
         for source in Source:
             self._by_source.labels(tenant, source).inc(receipt.tokens(source))
-        if receipt.mode is not ReuseMode.OFF:
-            self._queries.labels(tenant).inc(receipt.prompt_tokens)
-            self._hits.labels(tenant).inc(receipt.exact)
         if tokens:
             self._ttft.labels(tenant).observe(completion.ttft_ms / 1e3)
             self._latency.labels(tenant).observe(completion.total_ms / 1e3)
@@ -100,34 +92,26 @@ class ServerMetrics:
         for name, states in self._history.in_flight().items():
             self._waiting.labels(name).set(states[CallState.WAITING])
             self._running.labels(name).set(states[CallState.RUNNING])
-        view = CollectorRegistry(auto_describe=False)
-        view.register(_TenantView(self._registry, self._model_name, tenant))
-        if tenant is None and of_all is not None:
-            view.register(of_all)
-        return generate_latest(view)
-
-
-class _TenantView(Collector):
-    """Series of one tenant, or of all for None, with the model's name as a label and without creation times."""
-
-    def __init__(self, registry: CollectorRegistry, model_name: str, tenant: TenantId | None) -> None:
-        self._registry, self._model_name, self._tenant = registry, model_name, tenant
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._registry.collect():
+        families = list(self._registry.collect())
+        for family in families:  # with the model's name as a label, and without creation times
             family.samples = [
                 sample._replace(labels={**sample.labels, "model_name": self._model_name})
                 for sample in family.samples
-                if not sample.name.endswith("_created") and self._tenant in (None, sample.labels["tenant"])
+                if not sample.name.endswith("_created") and tenant in (None, sample.labels["tenant"])
             ]
-            yield family
+        if tenant is None and of_all is not None:
+            families += of_all.collect()
+        return generate_latest(_Families(families))
+
+
+class _Families(list[Metric], Collector):
+    def collect(self) -> Iterable[Metric]:
+        return self
 
 
 PATIENCE = 0.5
 """Longest wait for a busy engine, in seconds; then the figures of the last answer are shown."""
 COUNTERS = {
-    "cache_hit_tokens": "Prompt tokens whose KV was on the device when their request was admitted.",
-    "cache_host_hit_tokens": "Those of them that a request had to wait for.",
     "cache_evictions": "Blocks evicted from the device.",
     "cache_host_evictions": "Blocks evicted from the host.",
     "cache_blocks_loaded": "Blocks copied from the host to the device.",

@@ -18,13 +18,14 @@ from kedge.server.http import (
     ERRORS,
     EVENTS,
     PLACE,
+    STREAMED,
     TypedRoute,
     accepted,
     event,
     read_as,
     usage,
 )
-from kedge.server.openai.generation import ANSWERS, answer, failure
+from kedge.server.openai.generation import answer, failure
 from kedge.server.openai.protocol import CallBody, ChatBody, Count, Function, Tool
 from kedge.server.openai.tool_calls import ToolCall, read_json
 from kedge.server.openai.writers import AnswerWriter, Said
@@ -206,14 +207,9 @@ class ResponsesWriter(AnswerWriter):
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         """Whether the last item is a message that goes on"""
-        self._events, self._is_silent = 0, False
+        self._events = 0
 
-    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
-        self._is_silent = True
-        for _ in self.add(0, said[0], {}):
-            pass  # the events of a stream that nobody reads; they leave the items behind
-        completion = said[0][1].completion
-        assert completion
+    def ended(self, completion: Completion) -> dict[str, Any]:
         return self._response(_status(completion), completion)
 
     def begin(self) -> bytes:
@@ -292,8 +288,6 @@ class ResponsesWriter(AnswerWriter):
 
     def _event(self, kind: str, /, **data: Any) -> bytes:
         self._events += 1
-        if self._is_silent:
-            return b""
         return event({"type": kind, "sequence_number": self._events - 1, **data}, name=kind)
 
     def _response(self, status: str, completion: Completion | None = None) -> dict[str, Any]:
@@ -335,7 +329,7 @@ def _new_id(prefix: str) -> str:
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
 
 
-@router.post("/v1/responses", responses=ANSWERS)
+@router.post("/v1/responses", responses=STREAMED)
 async def responses(body: ResponsesBody, caller: TheCaller) -> Response:
     """Answer a list of items. Nothing is stored: every call sends its whole conversation."""
     writer = ResponsesWriter(caller.service, body)
@@ -344,4 +338,4 @@ async def responses(body: ResponsesBody, caller: TheCaller) -> Response:
     except PromptTooLong as error:  # Codex compacts after an event that says so, and after no status
         if not (body.model_extra or {}).get("stream"):
             raise
-        return Response(failure(writer, error, caller), media_type=EVENTS[0])
+        return Response(failure(writer, error, caller), media_type=EVENTS)

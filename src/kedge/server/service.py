@@ -18,8 +18,7 @@ from kedge.server.client_runs import ClientRuns
 from kedge.server.history import History
 from kedge.server.http import CallFailure
 from kedge.server.metrics import NO_TENANT, CacheMetrics, ServerMetrics
-from kedge.server.registry import Registered
-from kedge.server.tenancy import OPERATOR, KeyRing, Meter, OfTenants, Tenant
+from kedge.server.tenancy import OPERATOR, KeyRing, Tenant
 from kedge.server.threads import Threads, in_own_thread
 from kedge.settings import ServerSettings
 from kedge.types import Completion, RequestId, ReuseMode, TenantId
@@ -55,10 +54,6 @@ class Service:
         self._sign: asyncio.Future[None] | None = None
         self.is_closed = False
         """Whether the engine's last sign was that it is closed"""
-        self._meters: dict[TenantId, Meter] = {}
-        self.workflows: OfTenants[Registered] = OfTenants("workflow")
-        self.runs: OfTenants[Any] = OfTenants("run")
-        """Those that the server drives: all that go on, and the last ended ones"""
         self.client_runs = ClientRuns(self.engine, settings.reuse or ReuseMode.TRANSLATE)
         self.calls: dict[object, Callable[[KedgeError], None]] = {}
         """Callbacks that end a running call of the engine, or a run, with an error"""
@@ -68,22 +63,16 @@ class Service:
         tenant = request.state.tenant = self.keys.of_headers(request.headers)
         return tenant
 
-    def meter(self, tenant: Tenant) -> Meter:
-        """Return the tenant's meter."""
-        return self._meters.setdefault(tenant.id, Meter(tenant.limits))
-
-    def admit(self, tenant: Tenant, count: int) -> Meter:
-        """Reserve room for `count` generations. Returns the meter that each of them is given back to.
+    def admit(self, tenant: Tenant, count: int) -> None:
+        """Reserve room for `count` generations of a tenant, to which each of them is given back.
 
         Raises `LimitReached`, `Overloaded`, or `RequestError` for more than may ever run at once.
         """
         self.refuse_at_the_end()
-        meter = self.meter(tenant)
-        meter.admit(count)
+        tenant.admit(count)
         if self.in_flight > self.settings.max_in_flight:
-            meter.give_back(count)
+            tenant.give_back(count)
             raise Overloaded("max_in_flight", self.settings.max_in_flight, "the server has no room now")
-        return meter
 
     async def watch(self, every: float = 15.0, patience: float = 60.0) -> None:
         """Ask the engine for a sign of life while there is work. It answers between two steps."""
@@ -110,14 +99,9 @@ class Service:
         return self._sign.done()
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether no generation is in flight, and no call is left whose end is to be booked."""
-        return not self.calls and not self.in_flight
-
-    @property
     def in_flight(self) -> int:
         """Generations and runs of all tenants that go on."""
-        return sum(meter.in_flight for meter in self._meters.values())
+        return sum(tenant.in_flight for tenant in self.keys.tenants)
 
     def refuse_at_the_end(self) -> None:
         """Raise `Overloaded` once the server is ending."""
@@ -157,18 +141,13 @@ class Service:
     def finished(self, tenant: Tenant, completion: Completion) -> None:
         """Count a generation and charge its tokens."""
         self.metrics.finished(tenant.id, completion)
-        self.meter(tenant).tokens.use(completion.receipt.prompt_tokens + len(completion.tokens))
+        tenant.allowed_tokens.use(completion.receipt.prompt_tokens + len(completion.tokens))
 
     def failed(self, tenant: TenantId | None, failure: CallFailure, *, is_listed: bool = True) -> None:
         """Count a call that was answered with an error, and report it; `tenant` is None where the key is unknown."""
         self.metrics.errors.labels(tenant or NO_TENANT, failure.status).inc()
-        if is_listed:
-            self.report_failure(tenant, failure)
-
-    def report_failure(self, tenant: TenantId | None, failure: CallFailure) -> None:
-        """Report what ended in an error. Where no keys are asked for, everything is the one tenant's."""
-        owner = tenant or (self.keys.tenants[0].id if self.keys.is_open else None)
-        if owner is not None:
+        owner = tenant or (self.keys.tenants[0].id if self.keys.is_open else None)  # without keys, the one tenant
+        if is_listed and owner is not None:
             self.history.failed(owner, failure)
 
 
@@ -183,7 +162,7 @@ class CallScope:
 
 async def _caller(request: Request) -> CallScope:
     service: Service = request.app.state.service
-    tenant = service.authenticate(request)
+    tenant: Tenant = getattr(request.state, "tenant", None) or service.authenticate(request)
     if tenant.id == OPERATOR:
         raise Unauthenticated("Authorization", "…", "must be a tenant's key: an operator's key only reads metrics")
     return CallScope(request, service, tenant)

@@ -1,4 +1,4 @@
-"""API keys, the tenants that they belong to, and the tenants' limits with their meters.
+"""API keys, the tenants that they belong to, and what each tenant has and may use.
 
 A tenant is what the server authenticated, never what a client claims. Without keys there is one tenant.
 `docs/server.md` has the file of keys.
@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
@@ -25,21 +25,79 @@ from kedge.errors import ConfigError, LimitReached, NotFound, RequestError, Unau
 from kedge.settings import LimitSettings, SettingsSection
 from kedge.types import Namespace, TenantId
 
+if TYPE_CHECKING:
+    from kedge.server.client_runs import Registered
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 OPERATOR = "*"
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
+class Bucket:
+    """Token bucket: `rate` per minute, of which a minute's worth may be used at once."""
+
+    key: str
+    """Name of the limit."""
+    rate: int | None
+    """None for no limit."""
+    clock: Callable[[], float] = time.monotonic
+    full_at: float = -math.inf
+    """When all that was used is there again."""
+
+    def require(self) -> None:
+        """Raise `LimitReached` while nothing is left."""
+        if self.rate is not None and (wait := self.full_at - self.clock() - 60) >= 0:
+            error = LimitReached(self.key, self.rate, "are used up for now")
+            error.retry_after = wait + 60 / self.rate
+            raise error
+
+    def use(self, count: int) -> None:
+        """Take `count` out of the bucket, also where less is left."""
+        if self.rate is not None:
+            self.full_at = max(self.full_at, self.clock()) + count * 60 / self.rate
+
+
+@dataclass(eq=False)
 class Tenant:
-    """Authenticated caller."""
+    """Authenticated caller: its limits, what it uses of them, and what it has on one server. Once the server runs,
+    only the event loop uses it.
+    """
 
     id: TenantId
     limits: LimitSettings
     is_operator: bool = False
     keep_texts: bool | None = None
     """Whether the dashboard may keep its prompts and answers; None: as the server's setting says."""
+    clock: Callable[[], float] = time.monotonic
+    in_flight: int = 0
+    """Generations and runs that go on"""
+    workflows: dict[str, Registered] = field(default_factory=dict)
+    """By name, in the order in which they came, like its runs"""
+    runs: dict[str, Any] = field(default_factory=dict)
+    """Those that the server drives, by their ids: all that go on, and the last ended ones"""
+
+    def __post_init__(self) -> None:
+        self.allowed_tokens = Bucket("tokens_per_minute", self.limits.tokens_per_minute, self.clock)
+        self.allowed_hints = Bucket("hints_per_minute", self.limits.hints_per_minute, self.clock)
+
+    def admit(self, count: int) -> None:
+        """Reserve room for `count` generations.
+
+        Raises `LimitReached`, or `RequestError` for more than may ever run at once.
+        """
+        most = self.limits.requests_in_flight
+        if count > most:
+            raise RequestError("n", count, f"at most {most} generations at once are allowed")
+        self.allowed_tokens.require()
+        if self.in_flight + count > most:
+            raise LimitReached("requests_in_flight", self.in_flight, f"at most {most} at once are allowed")
+        self.in_flight += count
+
+    def give_back(self, count: int = 1) -> None:
+        """Free the room of so many generations."""
+        self.in_flight -= count
 
     @property
     def quota(self) -> Quota:
@@ -49,6 +107,13 @@ class Tenant:
     def namespace(self, salt: str) -> Namespace:
         """Return the namespace of calls with this salt: each salt has a partition of the tenant's data."""
         return Namespace(self.id, _digest(salt)[:32] if salt else "")
+
+
+def found(kind: str, known: Mapping[str, T], name: str) -> T:
+    """Return what a tenant has by this name. Raises `NotFound`."""
+    if name not in known:
+        raise NotFound(kind, name, f"the tenant has no such {kind}")
+    return known[name]
 
 
 def new_key() -> str:
@@ -66,7 +131,7 @@ def _digest(text: str) -> str:
 
 
 class KeyRing:
-    """Hashes of API keys with their tenants."""
+    """Hashes of API keys with their tenants, for one server."""
 
     def __init__(self, tenants: Mapping[str, Tenant], default: LimitSettings) -> None:
         """`tenants` is by hash, see `hashed`. Without any, every caller is the tenant `default`, with its limits."""
@@ -76,8 +141,8 @@ class KeyRing:
     @property
     def tenants(self) -> list[Tenant]:
         """All tenants that may generate, each once."""
-        known = {tenant.id: tenant for tenant in self._tenants.values() if tenant.id != OPERATOR}
-        return [self._everyone] if self.is_open else list(known.values())
+        known = dict.fromkeys(self._tenants.values())
+        return [self._everyone] if self.is_open else [tenant for tenant in known if tenant.id != OPERATOR]
 
     @property
     def is_open(self) -> bool:
@@ -136,7 +201,7 @@ def load_keys(file: Path | None, variable: str | None, default: LimitSettings) -
     for entry in filter(None, re.split(r"[,\s]+", variable or "")):
         name, _, digest = entry.partition(":")
         given.append((f"KEDGE_API_KEYS: {name}", name, {"keys": [digest]}))
-    tenants: dict[str, Tenant] = {}
+    by_name, by_hash = dict[str, Tenant](), dict[str, Tenant]()
     for key, name, section in given:
         try:
             own = TenantSection(**{**dict(default), **section})
@@ -146,83 +211,9 @@ def load_keys(file: Path | None, variable: str | None, default: LimitSettings) -
         if name != OPERATOR and not _NAME.fullmatch(name):
             raise ConfigError("tenant", name, "must have 1 to 64 letters, digits, '_', '.' and '-'")
         limits = LimitSettings(**own.model_dump(include=set(LimitSettings.model_fields)))
+        tenant = by_name.setdefault(name, Tenant(TenantId(name), limits, name == OPERATOR, own.keep_texts))
         for digest in own.keys:
-            if digest in tenants:
+            if digest in by_hash:
                 raise ConfigError("api key", name, "duplicate of another key")
-            tenants[digest] = Tenant(TenantId(name), limits, name == OPERATOR, own.keep_texts)
-    return KeyRing(tenants, default)
-
-
-class OfTenants(Generic[T]):
-    """What tenants have by name, in the order in which it came. Belongs to the event loop."""
-
-    def __init__(self, kind: str) -> None:
-        """`kind`: what it is, for errors."""
-        self._kind, self._of = kind, dict[TenantId, dict[str, T]]()
-
-    def of(self, tenant: TenantId) -> dict[str, T]:
-        """Return what one tenant has."""
-        return self._of.setdefault(tenant, {})
-
-    def get(self, tenant: TenantId, name: str) -> T:
-        """Return what a tenant has by this name. Raises `NotFound`."""
-        if name not in self.of(tenant):
-            raise NotFound(self._kind, name, f"the tenant has no such {self._kind}")
-        return self.of(tenant)[name]
-
-
-@dataclass
-class Bucket:
-    """Token bucket: `rate` per minute, of which a minute's worth may be used at once."""
-
-    key: str
-    """Name of the limit."""
-    rate: int | None
-    """None for no limit."""
-    clock: Callable[[], float] = time.monotonic
-    full_at: float = -math.inf
-    """When all that was used is there again."""
-
-    def require(self) -> None:
-        """Raise `LimitReached` while nothing is left."""
-        if self.rate is not None and (wait := self.full_at - self.clock() - 60) >= 0:
-            error = LimitReached(self.key, self.rate, "are used up for now")
-            error.retry_after = wait + 60 / self.rate
-            raise error
-
-    def use(self, count: int) -> None:
-        """Take `count` out of the bucket, also where less is left."""
-        if self.rate is not None:
-            self.full_at = max(self.full_at, self.clock()) + count * 60 / self.rate
-
-
-@dataclass
-class Meter:
-    """Requests in flight and rate limits of one tenant. Only the event loop's thread uses it."""
-
-    limits: LimitSettings
-    clock: Callable[[], float] = time.monotonic
-    in_flight: int = 0
-    tokens: Bucket = field(init=False)
-    hints: Bucket = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.tokens = Bucket("tokens_per_minute", self.limits.tokens_per_minute, self.clock)
-        self.hints = Bucket("hints_per_minute", self.limits.hints_per_minute, self.clock)
-
-    def admit(self, count: int) -> None:
-        """Reserve room for `count` generations.
-
-        Raises `LimitReached`, or `RequestError` for more than may ever run at once.
-        """
-        most = self.limits.requests_in_flight
-        if count > most:
-            raise RequestError("n", count, f"at most {most} generations at once are allowed")
-        self.tokens.require()
-        if self.in_flight + count > most:
-            raise LimitReached("requests_in_flight", self.in_flight, f"at most {most} at once are allowed")
-        self.in_flight += count
-
-    def give_back(self, count: int = 1) -> None:
-        """Free the room of so many generations."""
-        self.in_flight -= count
+            by_hash[digest] = tenant
+    return KeyRing(by_hash, default)

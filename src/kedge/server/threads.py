@@ -45,7 +45,6 @@ class Threads:
         self._work = ThreadPoolExecutor(WORK_THREADS, "kedge-work")
         self._wait = ThreadPoolExecutor(max_in_flight, "kedge-wait")
         self._asked: dict[Hashable, Future[Any]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._items: deque[tuple[Listener, Item]] = deque()
         self._is_woken = False
 
@@ -66,8 +65,7 @@ class Threads:
 
     def follow(self, stream: Stream, take: Listener) -> None:
         """Call `take` on the running event loop with each delta of a stream, in their order, and with its error."""
-        loop = self._loop = self._loop or asyncio.get_running_loop()
-        stream.listen(partial(self._hear, loop, take))
+        stream.listen(partial(self._hear, asyncio.get_running_loop(), take))
 
     def _hear(self, loop: asyncio.AbstractEventLoop, take: Listener, item: Item) -> None:
         self._items.append((take, item))

@@ -7,6 +7,7 @@ where tracing is on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -77,10 +78,11 @@ class GenerationSpan:
 
     def __init__(self, span: Span, model_name: str) -> None:
         self._span, self._model_name = span, model_name
+        self._submitted: int = getattr(span, "start_time", 0)  # 0 of a span that is not recorded
 
     def submitting(self, requests: Sequence[GenerateRequest]) -> None:
         """Record the attributes of the requests."""
-        first = requests[0]
+        first, self._submitted = requests[0], time.time_ns()
         attributes = {
             **_request_attributes(first.sampling),
             "gen_ai.request.choice.count": len(requests) if len(requests) > 1 else None,
@@ -91,12 +93,11 @@ class GenerationSpan:
         }
         self._span.set_attributes(_known(attributes))
 
-    def begun(self) -> None:
-        """Record the first token of a generation."""
-        self._span.add_event(FIRST_TOKEN)
-
     def ended(self, completions: Sequence[Completion]) -> None:
-        """End the span: nothing of the call is left in the engine."""
+        """End the span: nothing of the call is left in the engine. The first tokens came when the receipts say."""
+        for one in completions:
+            if one.tokens:
+                self._span.add_event(FIRST_TOKEN, timestamp=self._submitted + round(one.ttft_ms * 1e6))
         receipts = [one.receipt for one in completions]
         attributes = {
             "gen_ai.response.model": self._model_name,
@@ -124,7 +125,6 @@ class WorkflowSpan:
         self._about = {"gen_ai.conversation.id": run_id, "kedge.workflow": workflow.name}
         self._open: dict[RequestId, Span] = {}
         """Open child span per request: the agent's, then its tool's."""
-        self._begun: set[RequestId] = set()
 
     def record(self, event: RunEvent) -> None:
         """Record an event of the run."""
@@ -135,9 +135,6 @@ class WorkflowSpan:
                 about |= {"gen_ai.request.model": self._tracing.model_name, **_request_attributes(agent.sampling)}
                 about["kedge.reuse"] = agent.reuse and agent.reuse.value
                 self._open[request] = self._tracing.begin("invoke_agent", agent.id, about, self._span)
-            case EventKind.TEXT if request not in self._begun:
-                self._begun.add(request)
-                self._open[request].add_event(FIRST_TOKEN)
             case EventKind.ANSWERED if event.completion:
                 GenerationSpan(self._open.pop(request), self._tracing.model_name).ended([event.completion])
                 if agent.tool is not None:

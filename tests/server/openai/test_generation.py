@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import httpx
 import openai
@@ -15,9 +17,10 @@ from hypothesis import strategies as st
 from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import ChatBody
-from kedge.server.openai.writers import TextLogprobs, chat_logprobs, spelled
+from kedge.server.openai.tool_calls import ParsedText
+from kedge.server.openai.writers import TextChoice, chat_logprobs, spelled
 from kedge.settings import ServerSettings
-from kedge.types import GenerateRequest, ReuseMode, SamplingParams, TokenLogprob
+from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment, TokenDelta, TokenLogprob
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import TEMPLATE, Served, serving
 
@@ -233,13 +236,19 @@ def test_a_streamed_chat_tells_every_token_once(http: httpx.Client) -> None:
 TOKENIZER = ByteTokenizer()
 
 
+def writer_of(tokenizer: ByteTokenizer) -> Callable[[list[TokenLogprob]], dict[str, Any]]:
+    """Return what writes the `logprobs` of the next tokens of a text completion."""
+    choice = TextChoice(0, tokenizer, GenerateRequest((Segment((1,), "p0"),)), echo=False)
+    return lambda entries: choice.whole(ParsedText(), TokenDelta("", (), logprobs=tuple(entries)))["logprobs"] or {}
+
+
 @given(st.text(max_size=12), st.integers(0, 30))
 def test_offsets_lead_to_where_a_tokens_character_begins(text: str, cut: int) -> None:
     tokens = tuple(text.encode("utf-8", "replace"))
     entries = [TokenLogprob(token, -1.0) for token in tokens]
-    writer = TextLogprobs(TOKENIZER)
-    pieces = [writer.write(tokens[:cut], entries[:cut]), writer.write(tokens[cut:], entries[cut:])]
-    offsets = [offset for piece in pieces for offset in piece["text_offset"]]
+    write = writer_of(TOKENIZER)
+    pieces = [write(entries[:cut]), write(entries[cut:])]
+    offsets = [offset for piece in pieces for offset in piece.get("text_offset", [])]
     assert offsets == [at for at, character in enumerate(text) for _ in character.encode("utf-8", "replace")]
     assert spelled(TOKENIZER, tokens) == text.encode("utf-8", "replace").decode()
 
@@ -248,7 +257,7 @@ def test_what_json_has_no_number_for() -> None:
     entry = TokenLogprob(97, -math.inf, ((98, 0.0), (97, -math.inf)))
     chat = chat_logprobs(TOKENIZER, [entry])["content"][0]
     assert (chat["logprob"], chat["top_logprobs"][1]["logprob"]) == (-9999.0, -9999.0)
-    text = TextLogprobs(TOKENIZER).write((97,), [entry])
+    text = writer_of(TOKENIZER)([entry])
     assert (text["token_logprobs"], text["top_logprobs"]) == ([-9999.0], [{"b": 0.0, "a": -9999.0}])
     json.dumps([chat, text], allow_nan=False)
 
@@ -258,7 +267,7 @@ def test_the_likelier_of_two_tokens_that_read_the_same_is_told() -> None:
         def token_bytes(self, token: int) -> bytes:
             return b"same" if token < 2 else super().token_bytes(token)
 
-    written = TextLogprobs(Twins()).write((1,), [TokenLogprob(1, -3.0, ((0, -1.0), (97, -2.0)))])
+    written = writer_of(Twins())([TokenLogprob(1, -3.0, ((0, -1.0), (97, -2.0)))])
     assert written["top_logprobs"] == [{"same": -1.0, "a": -2.0}]
 
 

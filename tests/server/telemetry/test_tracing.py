@@ -103,6 +103,7 @@ def test_choices_of_one_call_are_one_span(traced: Served, spans: Any) -> None:
     assert span.attributes["gen_ai.usage.output_tokens"] == 6
     assert span.attributes["gen_ai.usage.input_tokens"] == 9
     assert len(span.events) == 3
+    assert all(span.start_time <= event.timestamp <= span.end_time for event in span.events)
 
 
 def test_a_call_that_the_engine_refuses_is_a_failed_span(traced: Served, spans: Any) -> None:

@@ -58,8 +58,12 @@ async def state(caller: TheCaller, since: int = 0) -> Response:
         {
             "server": {**about, "started": service.started},
             "health": {"state": condition, "reason": reason},
-            "workflows": [_drawn(one.workflow) for one in service.workflows.of(tenant.id).values()],
-            "runs": _runs(service, tenant.id),
+            "workflows": [_drawn(one.workflow) for one in tenant.workflows.values()],
+            "runs": [
+                # of clients' runs those that go on: any other run of a call has ended
+                *({**one.brief(), "reason": one.failure and one.failure.reason} for one in tenant.runs.values()),
+                *({"id": run.name, "status": "running"} for run in service.client_runs.by_tenant[tenant.id]),
+            ],
             **told,
         }
     )
@@ -82,21 +86,6 @@ def _drawn(flow: Workflow) -> dict[str, Any]:
     edges = [{"from": edge.start, "to": edge.to, "loop": edge.is_loop} for edge in workflow_edges(flow)]
     titles = {agent.id: agent.title for agent in flow.agents if agent.title}
     return {"name": flow.name, "columns": columns(flow), "edges": edges, "titles": titles}
-
-
-def _runs(service: Service, tenant: TenantId) -> list[dict[str, Any]]:
-    """Runs that the server drives, and those of clients that go on; any other run of a call has ended."""
-    served = service.runs.of(tenant).values()
-    driven = [
-        {
-            "id": one.id,
-            "workflow": one.workflow,
-            "status": one.status,
-            "reason": one.to_dict().get("error", {}).get("message"),
-        }
-        for one in served
-    ]
-    return driven + [{"id": run.name, "status": "running"} for run in service.client_runs.of(tenant)]
 
 
 # what the engine holds ------------------------------------------------------------------------------------------------

@@ -31,13 +31,11 @@ from kedge.hints.values import MAX_EXPECTED
 from kedge.server.client_runs import values_for
 from kedge.server.http import (
     ERRORS,
-    EVENTS,
-    JSON,
+    STREAMED,
     CallFailure,
     EventStream,
     JSONAnswer,
     TypedRoute,
-    answers,
     receipt,
     sent_as,
 )
@@ -47,7 +45,7 @@ from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, AnyBody, CallBod
 from kedge.server.openai.tool_calls import PARSERS, AnswerReader, grammar_of
 from kedge.server.openai.writers import AnswerWriter, CompletionsWriter
 from kedge.server.service import CallScope, Service, TheCaller
-from kedge.server.tenancy import Meter
+from kedge.server.tenancy import found
 from kedge.types import (
     ClientId,
     Completion,
@@ -64,9 +62,6 @@ from kedge.workflow.graph import Step
 
 if TYPE_CHECKING:
     from kedge.server.tracing import GenerationSpan
-
-ANSWERS = answers(200, kinds=(*JSON, *EVENTS))
-"""Documentation of the answers of routes that generate"""
 
 
 async def answer(given: CallBody, writer: AnswerWriter, caller: CallScope) -> Response:
@@ -146,7 +141,6 @@ class Generation:
     requests: Sequence[GenerateRequest] = ()
     step: Step | None = None
     """The turn of the agent whose template is filled"""
-    _meter: Meter | None = None
     _span: GenerationSpan | None = None
 
     def __init__(self, caller: CallScope, body: AnyBody, hints: Hints, grammar: str) -> None:
@@ -161,7 +155,7 @@ class Generation:
         if tools and service.settings.tool_call_parser is None:
             raise RequestError("tools", tools, "this server reads no tool calls (--tool-call-parser)")
         if hints.bindings is None:
-            registered = service.workflows.of(tenant.id).get(hints.workflow)
+            registered = tenant.workflows.get(hints.workflow)
             is_known = registered is not None and hints.agent in registered.workflow.ids
             agent = registered.agent(hints.agent) if registered and is_known else None
             is_chat, mode = isinstance(body, ChatBody), service.settings.reuse or ReuseMode.EXACT
@@ -173,7 +167,7 @@ class Generation:
             for name, many in (("tools", tools), ("messages", len(body.messages))):
                 if many:
                     raise RequestError(name, many, "with kedge.bindings the agent's template is the prompt")
-            registered = service.workflows.get(tenant.id, hints.workflow)
+            registered = found("workflow", tenant.workflows, hints.workflow)
             agent, mode = registered.agent(hints.agent), service.settings.reuse or ReuseMode.TRANSLATE
             sampling = agent.sampling
         self.run = service.client_runs.touch(tenant.namespace(hints.salt), hints, registered)
@@ -184,7 +178,6 @@ class Generation:
         self._arrived: asyncio.Queue[tuple[int, TokenDelta] | BaseException] = asyncio.Queue()
         self.arrive = self._arrived.put_nowait
         """Gives the reader of `batches` a delta with its generation's number, or an error, which is raised there."""
-        self._begun: set[int] = set()
 
     async def begin(self) -> None:
         """Build and submit all requests, off the event loop. If that raises, none is submitted, and the run is as it
@@ -209,19 +202,18 @@ class Generation:
             return streams
 
         count = self.body.choices_per_prompt * (len(self.body.prompts) if isinstance(self.body, CompletionBody) else 1)
+        service.admit(tenant, count)
         if run and agent:
             self.step = run.call(agent, fills=fills)
         elif fills:
             self.step = Step(agent, 0)
         try:
-            self._meter = service.admit(tenant, count)
             operation = "chat" if isinstance(self.body, ChatBody) else "text_completion"
             self._span = service.tracing.generation(operation, tenant.id) if service.tracing else None
             may_wait = bool(self.sampling.grammar)  # for others of its tenant to be read
             streams = await (asyncio.wrap_future(threads.wait(submit)) if may_wait else threads.work(submit))
         except BaseException as error:  # cancellation too must undo it
-            if self._meter:
-                self._meter.give_back(count)
+            tenant.give_back(count)
             if self._span:
                 self._span.failed(error)
             if run and agent:
@@ -242,19 +234,14 @@ class Generation:
 
     def _take(self, at: int, item: Item) -> None:
         """Book what has come of generation number `at`, and pass it on to the reader."""
-        assert self._meter
         has_ended = isinstance(item, BaseException) or item.completion is not None
         if has_ended:  # before the client hears of it: if it calls again at once, the room is free
-            self._meter.give_back()
-        if isinstance(item, TokenDelta):
-            if self._span and item.tokens and at not in self._begun:
-                self._begun.add(at)
-                self._span.begun()
-            if item.completion:
-                self.completions[at] = item.completion
-                self.caller.service.finished(self.caller.tenant, item.completion)
-                if item.completion.finish_reason is FinishReason.CANCELLED:
-                    item = EngineClosed("choice", at, "its generation was cancelled")
+            self.caller.tenant.give_back()
+        if isinstance(item, TokenDelta) and item.completion:
+            self.completions[at] = item.completion
+            self.caller.service.finished(self.caller.tenant, item.completion)
+            if item.completion.finish_reason is FinishReason.CANCELLED:
+                item = EngineClosed("choice", at, "its generation was cancelled")
         self.arrive(item if isinstance(item, BaseException) else (at, item))
         if has_ended:
             self._following -= 1
@@ -268,8 +255,6 @@ class Generation:
             self._span.ended([one for one in self.completions if one])
         if run and self.step and self.completions[0]:
             run.keep(self.step, self.completions[0], self.caller.service.engine.tokenizer)
-        if run and hints.agent:
-            run.end_call(hints.agent)
         if run and hints.final:
             runs.end(run)
         elif run and hints.agent:
@@ -281,15 +266,13 @@ class Generation:
 
         Raises the first error of any generation, and `EngineClosed` if the engine cancelled one.
         """
-        left = len(self._ids)
-        while left:
+        while None in self.completions or not self._arrived.empty():
             arrived = [await self._arrived.get()]
             while not self._arrived.empty():
                 arrived.append(self._arrived.get_nowait())
             error = next((one for one in arrived if isinstance(one, BaseException)), None)
             before = arrived if error is None else arrived[: arrived.index(error)]
             deltas = [one for one in before if not isinstance(one, BaseException)]
-            left -= sum(delta.completion is not None for _, delta in deltas)
             if deltas:
                 yield deltas
             if error is not None:
@@ -413,13 +396,13 @@ class Generation:
 router = APIRouter(tags=["OpenAI"], responses=ERRORS, route_class=TypedRoute)
 
 
-@router.post("/v1/chat/completions", responses=ANSWERS)
+@router.post("/v1/chat/completions", responses=STREAMED)
 async def chat_completions(body: ChatBody, caller: TheCaller) -> Response:
     """Answer a conversation or, with `kedge.bindings`, as a registered workflow's agent."""
     return await answer(body, CompletionsWriter(caller.service), caller)
 
 
-@router.post("/v1/completions", responses=ANSWERS)
+@router.post("/v1/completions", responses=STREAMED)
 async def completions(body: CompletionBody, caller: TheCaller) -> Response:
     """Continue texts or token ids."""
     return await answer(body, CompletionsWriter(caller.service), caller)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from kedge.checks import brief
@@ -221,16 +222,15 @@ class GenerationBody(CallBody):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     kedge: Any = None
-    _left_out: list[str] = PrivateAttr(default_factory=list)
 
     def chat(self) -> AnyBody:
         assert isinstance(self, ChatBody | CompletionBody)
         return self
 
-    @property
+    @cached_property
     def left_out(self) -> list[str]:
         """What of the body the model does not get, by its place there; it grows while the body is read."""
-        return self._left_out
+        return []
 
     @property
     def choices_per_prompt(self) -> int:

@@ -36,9 +36,17 @@ class AnswerWriter(ABC):
     def __init__(self, service: Service) -> None:
         self.model, self.tokenizer = service.model_name, service.engine.tokenizer
 
-    @abstractmethod
     def whole(self, said: Sequence[Said]) -> dict[str, Any]:
-        """Return a whole answer: `said` has each choice's."""
+        """Return a whole answer: `said` has each choice's. Here it is of one choice: what its events leave behind."""
+        for _ in self.add(0, said[0], None):
+            pass
+        completion = said[0][1].completion
+        assert completion
+        return self.ended(completion)
+
+    def ended(self, completion: Completion) -> dict[str, Any]:
+        """Return the answer of one choice whose events have been written."""
+        raise NotImplementedError
 
     def begin(self) -> bytes:
         """Return the events before the first token."""
@@ -154,12 +162,16 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Iterable[TokenLogprob]) -> dict
 
 
 class TextChoice:
-    """Writer of a text, which begins with the prompt if that is echoed."""
+    """Writer of a text, which begins with the prompt if that is echoed.
+
+    It writes piece by piece; text offsets continue from piece to piece. In log-probabilities special tokens are spelled
+    out.
+    """
 
     def __init__(self, at: int, tokenizer: Tokenizer, request: GenerateRequest, *, echo: bool) -> None:
-        self._at, self._request = at, request
+        self._at, self._tokenizer, self._request = at, tokenizer, request
         self._unsent = spelled(tokenizer, request.tokens) if echo else ""
-        self._logprobs = TextLogprobs(tokenizer)
+        self._offset, self._utf8 = 0, codecs.getincrementaldecoder("utf-8")("replace")
         self._new: dict[str, list[Any]] = {}
         """Logprobs since the last chunk"""
 
@@ -174,37 +186,23 @@ class TextChoice:
         text = [self._choice(parsed.content)] if parsed.content or self._unsent else []
         return text + ([self._choice("", delta)] if delta.completion else [])
 
-    def _note(self, delta: TokenDelta) -> None:
-        """Write the logprobs of a step."""
-        if entries := [*delta.prompt_logprobs, *delta.logprobs]:
-            prompt = self._request.tokens if delta.prompt_logprobs else ()
-            written = self._logprobs.write([*prompt, *(one.token for one in delta.logprobs)], entries)
-            self._new = {name: self._new.get(name, []) + values for name, values in written.items()}
-
     def _choice(self, text: str, end: TokenDelta | None = None) -> Choice:
         text, logprobs, self._unsent, self._new = self._unsent + text, self._new or None, "", {}
         reason = end and end.completion and end.completion.finish_reason
         return {"index": self._at, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-
-class TextLogprobs:
-    """Writer of the field `logprobs` of a text completion's choice.
-
-    It writes piece by piece; text offsets continue from piece to piece. Special tokens are spelled out.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._offset = tokenizer, 0
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def write(self, tokens: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, list[Any]]:
-        """Return the logprobs of the next tokens. An entry is None where a token has no logprob."""
-        return {
-            "tokens": [self._text(token) for token in tokens],
-            "token_logprobs": [entry and max(entry.logprob, _IMPOSSIBLE) for entry in entries],
-            "top_logprobs": [entry and self._top(entry) for entry in entries],
-            "text_offset": [self._next_offset(token) for token in tokens],
-        }
+    def _note(self, delta: TokenDelta) -> None:
+        """Write the logprobs of a step. An entry is None where a token has no logprob."""
+        prompt = self._request.tokens if delta.prompt_logprobs else ()
+        tokens = [*prompt, *(one.token for one in delta.logprobs)]
+        if entries := [*delta.prompt_logprobs, *delta.logprobs]:
+            written: dict[str, list[Any]] = {
+                "tokens": [self._text(token) for token in tokens],
+                "token_logprobs": [entry and max(entry.logprob, _IMPOSSIBLE) for entry in entries],
+                "top_logprobs": [entry and self._top(entry) for entry in entries],
+                "text_offset": [self._next_offset(token) for token in tokens],
+            }
+            self._new = {name: self._new.get(name, []) + values for name, values in written.items()}
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """Return logprobs by text, highest first, including the token itself. Of equal texts the highest counts."""

@@ -1,1 +1,0 @@
-"""Workflows over HTTP: registering them, and runs that the server drives."""
