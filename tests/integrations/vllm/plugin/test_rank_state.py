@@ -98,6 +98,16 @@ def test_a_model_without_files_has_no_identity(tmp_path: Path) -> None:
         model_digest(config(Path("nobody/has-this-model")))
 
 
+def test_a_folder_that_is_in_use_or_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    kept = rank_state.open_state(tmp_path / "kept", config(tmp_path), AnchorSettings())
+    with pytest.raises(ConfigError, match="another process uses this folder"):
+        rank_state.open_state(tmp_path / "kept", config(tmp_path), AnchorSettings())
+    with pytest.raises(ConfigError, match="cannot be used"):
+        rank_state.open_state(tmp_path / "model.safetensors", config(tmp_path), AnchorSettings())
+    kept.close()
+
+
 def test_large_files_are_sampled_from_the_first_byte_to_the_last(tmp_path: Path) -> None:
     size, file, seen = (SAMPLES + 5) * SAMPLE_BYTES, tmp_path / "weights", []
     for written in (None, 0, size - 1):

@@ -343,13 +343,9 @@ def keep_guard(guard: QualityGuard, folder: Path, config: VllmConfig, anchors: A
     log. Raises `ConfigError` where the folder cannot be used.
     """
     from kedge.engine.common.state.saving import Snapshots
-    from kedge.engine.common.state.snapshot import EngineState
-    from kedge.integrations.vllm.plugin.rank_state import identity
+    from kedge.integrations.vllm.plugin.rank_state import open_state
 
-    try:
-        state = EngineState(folder, identity(config, anchors), guard=guard)
-    except OSError as error:
-        raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
+    state = open_state(folder, config, anchors, guard=guard)
     kept = Snapshots(folder, state.load, state.save, give_back=state.close)
     kept.load()
     kept.start()

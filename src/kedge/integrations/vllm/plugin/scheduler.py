@@ -63,7 +63,8 @@ class StepScheduler(Scheduler):
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
-        self._plugin: SchedulerSide = self.connector.join(self._hold_back)
+        self._plugin: SchedulerSide = self.connector
+        self.connector.open_lanes(self._hold_back)
         self._lanes = self._plugin.translations.lanes
         self._lane_ids = map(f"lane-{secrets.token_hex(16)}-{{}}".format, itertools.count())
         """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
@@ -175,7 +176,7 @@ class StepScheduler(Scheduler):
         if self.requests:
             self._base_share.computes()
         if not self.running and (first := next(iter(self.waiting), None)):
-            self.connector.ask_at_once(first)  # beside running requests a step costs it nothing
+            self.connector.judge_at_once(first)  # beside running requests a step costs it nothing
         if lanes.is_wanted:
             self._reserve(lanes)
 

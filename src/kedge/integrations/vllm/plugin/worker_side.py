@@ -1,4 +1,4 @@
-"""The worker's half of the plug-in: it copies, translates, captures and learns on one rank, as the scheduler orders."""
+"""The half of the connector in vLLM's workers: it copies, translates, captures and learns, as the scheduler orders."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import Blend, empty_table
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translation, translate_into
-from kedge.cache import Copied, Direction
+from kedge.cache import Direction
 from kedge.engine.common.state.saving import Snapshots
 from kedge.engine.common.state.snapshot import EngineState
-from kedge.errors import LayoutUnknown, TranslationRefused
-from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axis, memory_order
+from kedge.integrations.vllm.plugin.block_layout import blocks_of, memory_order
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.requests import (
@@ -38,68 +36,22 @@ from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
 from kedge.reuse.learning import LearningBudget
 from kedge.types import Miss
 
-Registered = Mapping[str, Tensor | Sequence[Tensor]]
-"""By layer, as vLLM registers it with a connector: pages of KV, or the tensors of states"""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MIN_MEASURED = 64
 """Tokens of the smallest pass whose time is reported as the cost of computing."""
 
 
-class BlockMemory(NamedTuple):
-    """Where a view [blocks, …] has its blocks, in bytes."""
+def pool_views(registered: Iterable[Tensor], num_blocks: int) -> list[Tensor]:
+    """Return views [blocks, …] of all bytes of pages, each byte in one where the pages of groups lie over each other.
 
-    start: int
-    end: int
-    """Behind the last byte of the first block"""
-    stride: int
-    nbytes: int
-    """Of one block"""
-
-    @classmethod
-    def of(cls, view: Tensor) -> BlockMemory:
-        """Return the memory of a view with one block at least."""
-        size, block = view.itemsize, view[0]
-        last = sum((count - 1) * stride for count, stride in zip(block.shape, block.stride(), strict=True))
-        start = view.data_ptr()
-        return cls(start, start + (last + 1) * size, view.stride(0) * size, block.numel() * size)
-
-    def covers(self, other: BlockMemory) -> bool:
-        """Return whether all bytes of the other's blocks are in these blocks."""
-        is_dense = self.nbytes == self.end - self.start
-        is_within = self.stride == other.stride and self.start <= other.start and other.end <= self.end
-        return self == other or (is_dense and is_within)
-
-
-def pool_views(
-    registered: Registered, layers: Mapping[str, Any], kv_cache: KVCacheConfig, dtype: torch.dtype
-) -> list[Tensor]:
-    """Return views [blocks, …] of all pages. `layers` are vLLM's, by their names; `dtype` is the model's.
-
-    Raises `LayoutUnknown` where the blocks of a layer are not found.
+    Raises `LayoutUnknown` for pages that do not count the blocks.
     """
-    specs = {name: group.kv_cache_spec for group in kv_cache.kv_cache_groups for name in group.layer_names}
-    views = list[Tensor]()
-    for name, pages in registered.items():
-        if isinstance(pages, Tensor) and not isinstance(specs[name], MambaSpec):
-            layer = KVLayer(layers[name], pages, dtype)
-            views.append(find_block_axis(layer, kv_cache.num_blocks, specs[name].block_size).blocks(pages))
-        else:
-            for state in [pages] if isinstance(pages, Tensor) else pages:
-                if state.shape[:1] != (kv_cache.num_blocks,):
-                    why = f"its first dimension does not count {kv_cache.num_blocks} blocks"
-                    raise LayoutUnknown("state", tuple(state.shape), why)
-                views.append(state)
-    return distinct(views)
-
-
-def distinct(views: Iterable[Tensor]) -> list[Tensor]:
-    """Return those of views [blocks, …] that have bytes which none of the others has."""
-    kept = list[tuple[BlockMemory, Tensor]]()
-    for memory, view in sorted(((BlockMemory.of(one), one) for one in views), key=lambda pair: -pair[0].nbytes):
-        if not any(other.covers(memory) for other, _ in kept):
-            kept.append((memory, view))
-    return [view for _, view in kept]
+    views = {}
+    for view in sorted((blocks_of(one, num_blocks) for one in registered), key=lambda one: one[0].nbytes):
+        is_dense = memory_order(view)[0].is_contiguous()  # then smaller ones that begin there are in it
+        views[view.data_ptr(), view.stride(0), None if is_dense else (view.shape, view.stride())] = view
+    return list(views.values())
 
 
 def measure_writes(costs: EngineCosts, pages: Pages) -> None:
@@ -169,6 +121,7 @@ class WorkerSide:
         self._learner: Learner | None = None
         self._room = 0
         self._refusal = "translation is off"
+        """Why this rank cannot translate"""
         self._reports = Reports()
         self._bad_blocks: set[int] = set()
         self._began = self._not_computing = 0.0
@@ -196,14 +149,9 @@ class WorkerSide:
         """Measure every pass from now on: by the clock on a CPU, by events on a GPU."""
         self._costs, self._passes = costs, None if is_cpu else PassEvents()
 
-    def open_translation(self, learner: Learner | TranslationRefused, room: int = 0) -> None:
-        """Answer queries with `learner` from now on, or with the reason why this rank cannot translate. `room`: the
-        bytes that anchors and base KV may take.
-        """
-        if isinstance(learner, Learner):
-            self._learner, self._room = learner, room
-        else:
-            self._refusal = learner.why
+    def open_translation(self, learner: Learner, room: int) -> None:
+        """Answer queries with `learner` from now on. `room`: the bytes that anchors and base KV may take."""
+        self._learner, self._room = learner, room
 
     def keep_state(self, state: EngineState) -> None:
         """Go on from what `state` has saved, and keep what is learned in it from now on, where it is to be trusted."""
@@ -319,16 +267,12 @@ class WorkerSide:
         return TranslationVerdict((range(query.request.prompt_tokens),), (Miss("*", refusal),))
 
     def _submit(self, orders: Orders, direction: Direction) -> None:
-        """Start copies. Where this rank could not open its host tier, they fail: what they bring is computed."""
+        """Start the copies in a direction."""
         for copy in orders.copies:
-            if copy.direction is not direction:
-                continue
-            if self._copier:
+            if self._copier and copy.direction is direction:
                 self._copier.submit(copy)
-            else:
-                self._reports.copies.append(Copied(copy.copy_id, ok=False))
 
-    def take_reports(self) -> Reports | None:
+    def build_connector_worker_meta(self) -> Reports | None:
         """Return the reports of a step, None where nothing has changed."""
         if self._copier:
             self._reports.copies += self._copier.drain()
@@ -338,7 +282,7 @@ class WorkerSide:
         self._reports, self._reported_learning = Reports(), reports.learning
         return reports
 
-    def take_bad_blocks(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks whose translation has failed since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
