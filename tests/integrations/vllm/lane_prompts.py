@@ -151,7 +151,7 @@ def check_rest(engine: Driver) -> None:
     known = runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index
     translations = engine.side.translations
     assert not [one for one in known if one.startswith("lane-")]
-    assert not engine.worker._learner.writes and not engine.scheduler.deferred_frees
+    assert not engine.worker._learner.planned and not engine.scheduler.deferred_frees
     assert not translations.lanes.jobs and not translations.held.block_ids
 
 
@@ -175,11 +175,11 @@ class Recorder:
         self._schedule, self._finish = engine.scheduler.schedule, engine.side.request_finished_all_groups
         engine.scheduler.schedule, engine.side.request_finished_all_groups = self.schedule, self.finish
         learner = engine.worker._learner
-        self._write, learner.writes.write = learner.writes.write, self.write
+        self._write, learner.write = learner.write, self.write
 
     def close(self) -> None:
         del self._engine.scheduler.schedule, self._engine.side.request_finished_all_groups
-        del self._engine.worker._learner.writes.write
+        del self._engine.worker._learner.write
 
     def schedule(self, *args: Any, **more: Any) -> Any:
         stats = self._engine.scheduler.connector_prefix_cache_stats

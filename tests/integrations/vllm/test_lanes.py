@@ -97,7 +97,7 @@ def test_a_failed_write_ends_its_request_alone(
     other = engine.add(PLAIN[0], 40)
     engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(engine.worker._learner.writes, "_translate_into", fail)
+        patched.setattr(engine.worker._learner, "_translate_into", fail)
         name = add(engine, ONE)
         engine.run()
     assert recorder.lanes

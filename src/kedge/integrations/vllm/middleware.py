@@ -16,6 +16,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -28,7 +29,7 @@ from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, Requ
 from kedge.hints import Hints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
-from kedge.integrations.vllm.entry_point import NAME
+from kedge.integrations.vllm.entry_point import NAME, is_plugged
 from kedge.integrations.vllm.plugin.hints import KNOWN, ask, salt_of, tell
 from kedge.integrations.vllm.plugin.hints import Message as PluginMessage
 from kedge.policies.sessions import refused
@@ -112,15 +113,11 @@ class KedgeMiddleware:
 
 async def _report(client: Any) -> Mapping[str, Any] | None:
     """Return the report of the first engine that answers."""
-    try:
-        return next(iter(await ask(client.engine_core, "report")), None) if _is_plugged(client) else None
-    except EngineClosed:
+    if client is None or not is_plugged(client.vllm_config):
         return None
-
-
-def _is_plugged(client: Any) -> bool:
-    transfer = client and client.vllm_config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector == NAME
+    with suppress(EngineClosed):
+        return next(iter(await ask(client.engine_core, "report")), None)
+    return None
 
 
 async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -225,7 +222,7 @@ async def _sent(client: Any, message: PluginMessage) -> list[ActionOutcome] | No
     """Send hints to the plug-in, and return what becomes of them; None: it has not reported that. Raises a `KedgeError`
     where they cannot be sent.
     """
-    if not _is_plugged(client):
+    if not is_plugged(client.vllm_config):
         found = getattr(client.vllm_config.kv_transfer_config, "kv_connector", None)
         raise ConfigError("kv_connector", found, f"must be {NAME} for hints")
 

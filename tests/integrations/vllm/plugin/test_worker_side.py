@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,7 +139,7 @@ class Resting(SlowLearner):
 def test_a_learner_at_rest_is_left_alone_until_a_step_has_something_for_it(orders: Orders, asked: int) -> None:
     side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
     side._learner = learner = Resting(Clock())
-    learner.writes = SimpleNamespace(drop=lambda _: None)
+    learner.drop = lambda _: None
     learner.end_run = lambda _: None
     side.begin_step()
     side.before_pass(orders)

@@ -213,24 +213,20 @@ def request_hints(request: GenerateRequest) -> dict[str, Any]:
         "agent": short(request.agent),
         "produces": short(str(request.produces or "")),
         "fixed_tokens": _fixed(request),
-        "segments": segment_hints(request) if has_segments else None,
+        "segments": [_of_segment(one) for one in request.segments] if has_segments else None,
     }
     return _given(hints) | turn_hints(request.turn) | guard_hints(request.guard)
 
 
-def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:
-    """Return a request's segments as the hint `segments`."""
-    return [
-        {
-            "name": segment.name,
-            "length": len(segment.tokens),
-            "sample": None if segment.sample is None else short(str(segment.sample)),
-            "base_context": list(segment.base_context),
-            "in_context": segment.in_context,
-            "placeholder_text": list(segment.placeholder_text),
-        }
-        for segment in request.segments
-    ]
+def _of_segment(segment: Segment) -> dict[str, Any]:
+    return {
+        "name": segment.name,
+        "length": len(segment.tokens),
+        "sample": None if segment.sample is None else short(str(segment.sample)),
+        "base_context": list(segment.base_context),
+        "in_context": segment.in_context,
+        "placeholder_text": list(segment.placeholder_text),
+    }
 
 
 def _fixed(request: GenerateRequest) -> int | None:

@@ -59,29 +59,24 @@ class HeldBlocks:
     them.
     """
 
+    pool: BlockPool
+    """The device's, set once vLLM has one"""
+
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._ids = itertools.count()
         self._held: dict[int, tuple[int, list[KVCacheBlock]]] = {}
-        self.pool: BlockPool | None = None
 
     def __len__(self) -> int:
         return len(self._held)
 
     def hold(self, block_ids: Sequence[int]) -> int:
         """Hold blocks. Returns the id of their capture."""
-        assert self.pool is not None
         blocks = [self.pool.blocks[block_id] for block_id in block_ids]
         self.pool.touch(blocks)
         capture_id = next(self._ids)
         self._held[capture_id] = (0, blocks)
         return capture_id
-
-    @property
-    def free_blocks(self) -> int:
-        """Number of blocks that nothing holds."""
-        assert self.pool is not None
-        return self.pool.get_num_free_blocks()
 
     def blocks_of(self, capture_id: int) -> list[int]:
         """Return the ids of the blocks of a capture, in their order."""
@@ -91,7 +86,6 @@ class HeldBlocks:
         """Hold at least `count` blocks for a capture. Returns False where fewer than `spare` would be left free."""
         blocks = self._held[capture_id][1]
         missing = max(0, count - len(blocks))
-        assert self.pool is not None
         if missing and missing + spare > self.pool.get_num_free_blocks():
             return False
         blocks.extend(self.pool.get_new_blocks(missing) if missing else ())
@@ -119,7 +113,6 @@ class HeldBlocks:
     def free(self, capture_id: int) -> None:
         """Free the blocks of a capture."""
         _, blocks = self._held.pop(capture_id)
-        assert self.pool is not None
         self.pool.free_blocks(reversed(blocks))
 
 
@@ -174,7 +167,8 @@ class HeldJobs:
         """The lanes of this step"""
         self._jobs: list[HeldJob] = []
         """Those that were asked for longest ago first"""
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        """Of base prefills since the start, by the names of `metrics.COUNTERS`"""
 
     def open(self, model: PassLimits) -> None:
         """Compute ends of answers and base prefills from now on."""
@@ -197,10 +191,6 @@ class HeldJobs:
     def has_awaited(self) -> bool:
         """Whether a request waits for one of them."""
         return any(job.is_awaited for job in self._jobs)
-
-    def counters(self) -> Counter[str]:
-        """Return the counts of base prefills since the start by the names of `metrics.COUNTERS`."""
-        return self._counts
 
     # what is to be computed -----------------------------------------------------------------------------------
 
@@ -227,7 +217,7 @@ class HeldJobs:
         if job := self._find(namespace, tokens):
             self._jobs.remove(job)
         else:
-            self._counts[QUEUED] += 1
+            self.counts[QUEUED] += 1
             request = GenerateRequest((Segment(tokens, "p0"),), tenant=namespace.tenant, partition=namespace.partition)
             job = HeldJob(request, tokens, self._held.hold([]))
         self._jobs.append(job)
@@ -268,7 +258,7 @@ class HeldJobs:
         """
         bases = [job for job in self._jobs if not job.answer]
         begun = [job for job in bases if self._has_begun(job)]
-        if self._held.free_blocks < spare:
+        if self._held.pool.get_num_free_blocks() < spare:
             self._drop(*begun)
             bases, begun = [job for job in bases if job not in begun], []
         awaited = [job for job in bases if job.is_awaited]
@@ -305,7 +295,7 @@ class HeldJobs:
         job.computed = span.stop
         if span.stop == len(job.tokens):
             self._jobs.remove(job)
-            self._counts[DONE] += not job.answer
+            self.counts[DONE] += not job.answer
             self._capture(job)
 
     def _capture(self, job: HeldJob) -> None:
@@ -329,7 +319,7 @@ class HeldJobs:
         """Give jobs up. A request that needs a base prefill asks again; of an answer what is there is captured."""
         for job in jobs:
             self._jobs.remove(job)
-            self._counts[DROPPED] += not job.answer
+            self.counts[DROPPED] += not job.answer
             if self._has_begun(job):
                 self._capture(job)
             else:
@@ -341,7 +331,7 @@ class HeldJobs:
 
     def give_up(self) -> None:
         """Forget all jobs. The blocks that they hold are freed by the caller."""
-        self._counts[DROPPED] += sum(not job.answer for job in self._jobs)
+        self.counts[DROPPED] += sum(not job.answer for job in self._jobs)
         self._jobs.clear()
 
 

@@ -28,7 +28,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.entry_point import NAME, version_refusal
+from kedge.integrations.vllm.entry_point import NAME, is_plugged, version_refusal
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import LaneGrants
 from kedge.policies.service import LiveContexts, ServiceOrder, StepTimes, may_start, missing_share
@@ -278,9 +278,9 @@ def make_scheduler(vllm_config: VllmConfig, **parts: Any) -> Scheduler:
     """Return the scheduler that fits the configuration: vLLM's own without Kedge's connector, or with another one
     beside it. vLLM calls this as if it were a class.
     """
-    is_async, transfer = vllm_config.scheduler_config.async_scheduling, vllm_config.kv_transfer_config
-    is_alone = transfer is not None and transfer.kv_connector == NAME
-    refusal = version_refusal(vllm.__version__) if is_alone else f"--kv-transfer-config does not name {NAME} alone"
+    is_async, refusal = vllm_config.scheduler_config.async_scheduling, version_refusal(vllm.__version__)
+    if not is_plugged(vllm_config):
+        refusal = f"--kv-transfer-config does not name {NAME} alone"
     if refusal:
         logger.warning("kedge: --scheduler-cls is vLLM's own: %s", refusal)
         return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **parts)

@@ -316,7 +316,7 @@ class SchedulerSide:
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
         found = self.prompts.counters()
-        found.update({**self.translations.lanes.jobs.counters(), **self._counts})
+        found.update({**self.translations.lanes.jobs.counts, **self._counts})
         if self.queue:
             for name, count in self.queue.evicted.items():
                 found[f"evictions_{name}"] += count

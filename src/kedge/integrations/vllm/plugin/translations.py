@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 from kedge.guard import EVERYTHING, GuardMode
 from kedge.integrations.vllm.plugin.lanes import HeldBlocks, HeldJobs, LaneGrants
 from kedge.integrations.vllm.plugin.requests import (
-    CacheBlocks,
     Capture,
     LiveRequest,
     Orders,
@@ -30,6 +29,7 @@ from kedge.settings import GuardSettings
 from kedge.types import GenerateRequest, ReuseMode, RunKey
 
 UNPROVED_HERE = "nothing proves it within a budget of fidelity: KedgeMiddleware does, and fidelity any needs no proof"
+CacheBlocks = Callable[[Request, int], None]
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the block ids of a request, by its id, in each KV cache group"""
 Answer = Callable[[TranslationQuery], TranslationVerdict]
@@ -51,7 +51,7 @@ class Translations:
         self._orders = Orders()
         """Of the step that is being scheduled"""
         self.held = HeldBlocks(ranks)
-        """For captures; its pool, the device's, is set once vLLM has one"""
+        """For captures"""
         self.lanes = LaneGrants(self.requests, HeldJobs(self.held, self._order))
         self._is_learning = False
         self._completed: deque[list[Capture]] = deque([] for _ in range(2 if is_ahead else 1))
@@ -68,10 +68,9 @@ class Translations:
         self._block_ids = block_ids
 
         def guarded(request: Request, num_computed_tokens: int) -> None:
-            if live := self.requests.get(request.request_id):
-                live.cache_blocks(cache_blocks, num_computed_tokens)
-            else:
-                cache_blocks(request, num_computed_tokens)
+            live = self.requests.get(request.request_id)
+            exact = live.written[0].start if live and live.written else num_computed_tokens
+            cache_blocks(request, min(num_computed_tokens, exact))
 
         return guarded
 
@@ -98,7 +97,7 @@ class Translations:
         mode, budget = orders.mode or self._guard.mode, orders.fidelity or self._guard.fidelity
         if orders.rung is not None or EVERYTHING in orders.withheld or mode is GuardMode.OFF or math.isinf(budget):
             return None
-        return UNPROVED_HERE if any(one.is_placeholder for one in request.segments) else None
+        return UNPROVED_HERE if request.wants_translation else None
 
     def match(self, live: LiveRequest, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself; None: it has to
@@ -163,7 +162,8 @@ class Translations:
         """Order the capture of a response that other agents read; its blocks are held until then."""
         if live.is_pending or live.verdict:
             self._orders.dropped += (live.request_id,)
-        if live.asked.produces is not None and live.may_learn and self.held.pool is not None:
+        may_learn = live.asked.reuse is ReuseMode.TRANSLATE and live.refusal is None
+        if live.asked.produces is not None and may_learn:
             self.lanes.jobs.add_answer(live.asked, live.request, block_ids)
 
     def end_run(self, run: RunKey) -> None:

@@ -206,7 +206,7 @@ class WorkerSide:
             with self._learning:
                 for write in orders.writes:
                     try:
-                        self._learner.writes.write(write)
+                        self._learner.write(write)
                     except Exception:  # vLLM fails the request, or computes the blocks
                         logger.exception("request %s was not translated", write.request_id)
                         size, spans = self._block_size, write.spans
@@ -245,7 +245,7 @@ class WorkerSide:
         for capture in orders.captures:  # first, since one that has ended is dropped, and captured by its plan
             learner.capture(capture)
         for request_id in orders.dropped:
-            learner.writes.drop(request_id)
+            learner.drop(request_id)
         for prompt in orders.expected:
             learner.expect(prompt)
             self._reported_learning = True  # the scheduler goes on stepping until it hears that nothing is left
