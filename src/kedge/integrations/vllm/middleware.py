@@ -98,7 +98,12 @@ class KedgeMiddleware:
         """Pass hints without a prompt on to the plug-in, and return the answer. Raises a `KedgeError` where they cannot
         be. The end of a run waits for the checks that need it.
         """
-        body = await _body(request)
+        client, body = request.app.state.engine_client, await _body(request)
+        if not is_plugged(client.vllm_config):
+            found = getattr(client.vllm_config.kv_transfer_config, "kv_connector", None)
+            raise ConfigError("kv_connector", found, f"must be {NAME} for hints")
+        if (waiting := len(client.engine_core.utility_results)) >= ENTRIES:
+            raise Overloaded("hints", waiting, f"at most {ENTRIES} calls wait for vLLM at once")
         hints, _ = read_hints(body, request.headers)
         given, ended = plugin_hints(hints), list[ActionOutcome]()
         namespace = Namespace.parse(hints.salt or "default")
@@ -106,8 +111,9 @@ class KedgeMiddleware:
             del given["final"]
             self._guard.end_run(RunKey(namespace, hints.client, hints.run))
             ended.append(run_ended())
-        found = await _sent(request.app.state.engine_client, PluginMessage(given, salt_of(namespace)))
-        taken = refused(hints.turn, UNREPORTED, ActionResult.DEFERRED) if found is None else found
+        taken = await tell(client.engine_core, PluginMessage(given, salt_of(namespace)))
+        if taken is None:
+            taken = list(refused(hints.turn, UNREPORTED, ActionResult.DEFERRED))
         return {"object": "hints", "hints": hints.to_dict(), "actions": outcomes(body, hints, [*ended, *taken])}
 
 
@@ -216,16 +222,3 @@ async def _body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError("body", type(body).__name__, "must be an object")
     return body
-
-
-async def _sent(client: Any, message: PluginMessage) -> list[ActionOutcome] | None:
-    """Send hints to the plug-in, and return what becomes of them; None: it has not reported that. Raises a `KedgeError`
-    where they cannot be sent.
-    """
-    if not is_plugged(client.vllm_config):
-        found = getattr(client.vllm_config.kv_transfer_config, "kv_connector", None)
-        raise ConfigError("kv_connector", found, f"must be {NAME} for hints")
-
-    if (waiting := len(client.engine_core.utility_results)) >= ENTRIES:
-        raise Overloaded("hints", waiting, f"at most {ENTRIES} calls wait for vLLM at once")
-    return await tell(client.engine_core, message)

@@ -51,7 +51,7 @@ class Stage:
         self.held.pool = self.pool
         self.captures: list[Capture] = []
         self.jobs = HeldJobs(self.held, self.captures.append)
-        self.jobs.open(PassLimits(LIMIT, 100, BLOCK))
+        self.jobs.model = PassLimits(LIMIT, 100, BLOCK)
 
     def end(self, prompt: int, output: Tokens, status: RequestStatus = LENGTH) -> None:
         """End a request that holds blocks for what it has computed, all but the last token, and frees them."""

@@ -25,6 +25,7 @@ from kedge.integrations.vllm.plugin.rank_state import (
 from kedge.integrations.vllm.plugin.requests import Orders
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.kv.segment import KVSegment
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import LearningBudget
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId
@@ -51,7 +52,7 @@ def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch
     learned = SimpleNamespace(learned=(anchors, bases), is_learning=False, rotation=SimpleNamespace(refusal=None))
     learned.pages, learned.is_at_rest = SimpleNamespace(synchronize=lambda: None), False
     learned.learn = lambda: False
-    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())
     side._learner = learned
     side.keep_state(EngineState(tmp_path, "identity", kv.slice(0, 0), side.ask, values=True))
     bases.put_content(Namespace(TenantId("a")), (1, 2, 3), (), kv)

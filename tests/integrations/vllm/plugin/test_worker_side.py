@@ -58,8 +58,7 @@ def test_a_pass_is_measured_without_writes_whenever_these_are_made(
 ) -> None:
     clock, costs = Clock(), Costs()
     monkeypatch.setattr(worker_side, "time", clock)
-    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
-    side.measure_passes(costs, is_cpu=True)
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), costs)
     side._learner = SlowLearner(clock)
     orders = Orders(scheduled=100, rows=3, writes=writes)
     side.begin_step()
@@ -98,8 +97,8 @@ def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeyp
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(worker_side, "time", clock)
-    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
-    side.measure_passes(costs, is_cpu=False)
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), costs)
+    side._passes = worker_side.PassEvents()
     side._learner = SlowLearner(clock)
     for scheduled, writes in ((100, (WRITE,)), (200, ()), (0, ())):
         side.begin_step()
@@ -137,7 +136,7 @@ class Resting(SlowLearner):
     ids=["quiet", "dropped", "ended"],
 )
 def test_a_learner_at_rest_is_left_alone_until_a_step_has_something_for_it(orders: Orders, asked: int) -> None:
-    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())
     side._learner = learner = Resting(Clock())
     learner.drop = lambda _: None
     learner.end_run = lambda _: None

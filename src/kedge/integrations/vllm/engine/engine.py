@@ -149,7 +149,7 @@ class VLLMEngine(Engine):
     @property
     def failure(self) -> EngineClosed | None:
         """The error that vLLM's engine core has died; None while it works, and where `close` ended it."""
-        if self._failure is None and not self._is_closed and self._driver.is_dead:
+        if self._failure is None and not self._is_closed and self._driver.llm.errored:
             self._failure = died()
         return self._failure
 
@@ -214,7 +214,7 @@ class VLLMEngine(Engine):
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
         changes, prompts = sensible_hints(changes, prompts)
-        self._send(lambda: self._driver.forecast(changes, prompts))
+        self._send(lambda: self._driver.send(*self._driver.forecasts.messages(changes, prompts)))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions, see `kedge.engine.base.Engine`.

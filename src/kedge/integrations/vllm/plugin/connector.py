@@ -48,7 +48,7 @@ from kedge.integrations.vllm.plugin.requests import Orders
 from kedge.integrations.vllm.plugin.scheduler_side import SchedulerSide
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.integrations.vllm.plugin.translations import Translations
-from kedge.integrations.vllm.plugin.worker_side import WorkerSide, measure_writes, pool_views
+from kedge.integrations.vllm.plugin.worker_side import PassEvents, WorkerSide, measure_writes, pool_views
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import LearningBudget
 from kedge.settings import AnchorSettings
@@ -83,7 +83,8 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
             groups = cache_groups(vllm_config, kv_cache_config)
             SchedulerSide.__init__(self, settings, block_size, ranks, translations, groups)
         else:
-            WorkerSide.__init__(self, block_size, settings.tiers.throttle, LearningBudget(is_timed=ranks == 1))
+            budget, costs = LearningBudget(is_timed=ranks == 1), EngineCosts(by_cost=settings.planner.by_cost)
+            WorkerSide.__init__(self, block_size, settings.tiers.throttle, budget, costs)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -124,10 +125,12 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
 
     def judge_at_once(self, request: Request) -> None:
         """Have the next request of an idle engine judged before its step: where the only worker is in this process."""
-        worker = get_kv_transfer_group() if has_kv_transfer_group() else None
-        is_only = self._vllm_config.parallel_config.world_size == 1
-        if is_only and isinstance(worker, KedgeConnector) and worker.role is KVConnectorRole.WORKER:
-            self.ask_at_once(request, worker.answer)
+        worker, live = get_kv_transfer_group() if has_kv_transfer_group() else None, self.requests[request.request_id]
+        if live.hinted is None or not isinstance(worker, KedgeConnector) or self._ranks > 1:
+            return
+        device, host = self.cached_blocks(request.block_hashes)
+        if not host:  # what is worth loading comes first
+            self.translations.ask_at_once(live, device * self._block_size, worker.answer)
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -145,20 +148,20 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
     # in a worker, once: opening its parts -------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        costs = EngineCosts(by_cost=self._settings.planner.by_cost)
-        self.measure_passes(costs, is_cpu=all(one.device.type == "cpu" for one in kv_caches.values()))
+        if any(one.device.type != "cpu" for one in kv_caches.values()):
+            self._passes = PassEvents()
         if self._host_blocks:
             views = pool_views(kv_caches.values(), self._kv_cache_config.num_blocks)
             self.open_host_tier(views, self._host_blocks)
         if self._features.translation is None:
-            self._open_translation(kv_caches, costs)
+            self._open_translation(kv_caches)
 
     @property
     def _layers(self) -> dict[str, Any]:
         """vLLM's layers by name."""
         return self._vllm_config.compilation_config.static_forward_context
 
-    def _open_translation(self, kv_caches: dict[str, Tensor], costs: EngineCosts) -> None:
+    def _open_translation(self, kv_caches: dict[str, Tensor]) -> None:
         """Let this rank translate and learn, with what it has learned before. Raises `ConfigError` where the folder for
         that cannot be used.
         """
@@ -166,15 +169,15 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
             if refusal := backends_refusal(self._layers[name].attn_backend for name in kv_caches):
                 raise TranslationRefused("attn_backend", "", refusal)
             pages = self._pages(kv_caches)
-            measure_writes(costs, pages)
+            measure_writes(self._costs, pages)
             anchors = within_free_memory(self._settings.anchors, pages.empty.keys.device)
             settings = self._settings.model_copy(update={"anchors": anchors})
-            learner = Learner(pages, settings, costs)
+            self._learner = Learner(pages, settings, self._costs)
         except TranslationRefused as refused:
             logger.warning("kedge: translation is off: %s", refused)
             self._refusal = refused.why
             return
-        self.open_translation(learner, anchors.max_bytes + anchors.max_base_bytes)
+        self._room = anchors.max_bytes + anchors.max_base_bytes
         if self._settings.state is not None:
             folder, own = rank_folder(self._settings.state, self._vllm_config), self._settings.anchors
             self.keep_state(open_state(folder, self._vllm_config, own, pages.empty, self.ask))

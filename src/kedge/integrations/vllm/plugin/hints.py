@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -310,17 +310,11 @@ async def tell(engine_core: Any, message: Message) -> list[ActionOutcome] | None
     """Send a message to every engine of vLLM's client, and return what becomes of its hints; None: that was not
     reported. Raises as `ask` does.
     """
-    found = await ask(engine_core, "tell", [message])
-    return _best(map(ActionOutcome.from_dict, outcomes) for (outcomes,) in found) if found else None
-
-
-def _best(answers: Iterable[Iterable[ActionOutcome]]) -> list[ActionOutcome]:
-    best: dict[tuple[str, str], ActionOutcome] = {}
-    for one in (one for outcomes in answers for one in outcomes):
-        known = best.setdefault((one.action_id, one.session), one)
-        if BEST_FIRST.index(one.outcome) < BEST_FIRST.index(known.outcome):
-            best[one.action_id, one.session] = one
-    return list(best.values())
+    found, best = await ask(engine_core, "tell", [message]), dict[tuple[str, str], ActionOutcome]()
+    for one in (ActionOutcome.from_dict(given) for (outcomes,) in found for given in outcomes):
+        key = one.action_id, one.session
+        best[key] = min(best.get(key, one), one, key=lambda either: BEST_FIRST.index(either.outcome))
+    return list(best.values()) if found else None
 
 
 def _given(hints: dict[str, Any]) -> dict[str, Any]:

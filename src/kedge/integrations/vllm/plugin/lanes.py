@@ -129,9 +129,6 @@ class PassLimits(NamedTuple):
         return 0 < len(tokens) < self.limit and max(tokens) < self.vocabulary
 
 
-NO_MODEL = PassLimits(0, 0, 1)
-
-
 def answer_of(request: Request) -> Tokens:
     """Return the answer of a request that has ended, without the token that stopped it."""
     tokens = tuple(request.output_token_ids)
@@ -158,21 +155,20 @@ class HeldJob:
 
 
 class HeldJobs:
-    """The base prefills of one scheduler, and the ends of its answers. Before `open`, nothing of either is computed."""
+    """The base prefills of one scheduler, and the ends of its answers."""
+
+    model: PassLimits
+    """Set once lanes are granted: nothing comes before"""
 
     def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
         """`order` takes the captures for the step that is being scheduled, or for the next one."""
-        self._held, self._order, self._model = held, order, NO_MODEL
+        self._held, self._order = held, order
         self.granted: list[HeldLane] = []
         """The lanes of this step"""
         self._jobs: list[HeldJob] = []
         """Those that were asked for longest ago first"""
         self.counts: Counter[str] = Counter()
         """Of base prefills since the start, by the names of `metrics.COUNTERS`"""
-
-    def open(self, model: PassLimits) -> None:
-        """Compute ends of answers and base prefills from now on."""
-        self._model = model
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -199,7 +195,7 @@ class HeldJobs:
         answer, prompt = answer_of(ended), ended.prompt_token_ids or ()
         known = min(max(0, ended.num_computed_tokens - ended.num_prompt_tokens), len(answer))
         tokens = (*prompt, *answer)
-        may_end = known < len(answer) and ended.status in COMPLETE and self._model.can_compute(tokens)
+        may_end = known < len(answer) and ended.status in COMPLETE and self.model.can_compute(tokens)
         if not block_ids or not (known or may_end):
             return
         job = HeldJob(asked, tokens, self._held.hold(block_ids), len(prompt) + known, answer)
@@ -212,7 +208,7 @@ class HeldJobs:
         """Queue a base prefill, unless the model cannot compute it. Of those that have not begun and that no request
         waits for, `MAX_PENDING` at most wait.
         """
-        if not self._model.can_compute(tokens):
+        if not self.model.can_compute(tokens):
             return
         if job := self._find(namespace, tokens):
             self._jobs.remove(job)
@@ -311,7 +307,7 @@ class HeldJobs:
         self._order(Capture(request, tuple(self._held.blocks_of(job.capture_id)), job.capture_id, answer))
 
     def _blocks(self, tokens: Tokens) -> int:
-        return -(-len(tokens) // self._model.block_size)
+        return -(-len(tokens) // self.model.block_size)
 
     # what is given up -----------------------------------------------------------------------------------------
 
@@ -349,8 +345,7 @@ class LaneGrants:
 
     def open(self, hold_back: Callable[[], None], model: PassLimits) -> None:
         """Let requests and jobs have lanes. `hold_back` ends the admissions of the step under way."""
-        self.is_open, self._hold_back = True, hold_back
-        self.jobs.open(model)
+        self.is_open, self._hold_back, self.jobs.model = True, hold_back, model
 
     @property
     def is_wanted(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,6 @@ from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import Backlog
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import BaseNeed, ReadKV, Runtime
-from kedge.settings import QuotaSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
     GenerateRequest,
@@ -115,8 +114,13 @@ class Learner:
 
     def __init__(self, pages: Pages, settings: PluginSettings, costs: EngineCosts) -> None:
         """`costs` says what is worth translating."""
-        self._bases = BaseStore(settings.anchors.max_base_bytes)
-        self.learned = limited(AnchorStore(settings.anchors), settings.quotas), self._bases
+        anchors, self._bases = AnchorStore(settings.anchors), BaseStore(settings.anchors.max_base_bytes)
+        for tenant, quota in settings.quotas.items():
+            if tenant == OTHERS:
+                anchors.limit_others(quota.anchor_bytes)
+            else:
+                anchors.limit(TenantId(tenant), quota.anchor_bytes)
+        self.learned = anchors, self._bases
         """All anchors and all base KV"""
         self._runtime = Runtime(*self.learned, settings.planner, None, costs)
         self.pages, self._costs, self._translate_into = pages, costs, translate_into(pages)
@@ -282,13 +286,3 @@ class Learner:
         self.expected.clear()
         self._runtime.clear()
         self.captured.clear()
-
-
-def limited(anchors: AnchorStore, quotas: Mapping[str, QuotaSettings]) -> AnchorStore:
-    """Return a store that keeps tenants to their quotas."""
-    for tenant, quota in quotas.items():
-        if tenant == OTHERS:
-            anchors.limit_others(quota.anchor_bytes)
-        else:
-            anchors.limit(TenantId(tenant), quota.anchor_bytes)
-    return anchors

@@ -21,12 +21,10 @@ from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer, blocks_of
 from kedge.kv.rotary import Rotary, Rotation, by_layer
 from kedge.kv.segment import KVSegment
-from kedge.kv.spec import mixed_layers
 from kedge.kv.storage import KernelSlots, SlotTable, add_offsets, has_kernels, kernel_slots
 from kedge.types import Tokens
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from vllm.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -190,11 +188,6 @@ def rotation_error(tokens: Sequence[int], first_layer: Tensor) -> float | None:
         first_layer[torch.tensor(side, device=first_layer.device)].float() for side in zip(*repeated, strict=True)
     )
     return float((one - other).norm() / one.norm().clamp_min(1e-30))
-
-
-def layers_refusal(text: PretrainedConfig) -> str | None:
-    """Return how a model's layers differ where it is not known how they rotate keys, else None."""
-    return None if text.model_type in WINDOWED else mixed_layers(text)
 
 
 def rotation_of(config: ModelConfig, layers: Sequence[int], device: torch.device) -> Rotation:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES, SAMPLE_BYTES = 1024, 4096
-"""Evenly spaced samples of every file of weights, and the size of one: a smaller file is read whole"""
+"""Evenly spaced samples of every file of weights, and the size of one"""
 _CHANCE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
 """Config entries that do not identify the model"""
 
@@ -92,12 +92,9 @@ def model_digest(config: VllmConfig) -> str:
 
 
 def samples(file: Path) -> Iterator[bytes]:
-    """Yield bytes of a file: all of a small one, else `SAMPLES` evenly spaced pieces, with the first and the last."""
-    last = file.stat().st_size - SAMPLE_BYTES
+    """Yield `SAMPLES` evenly spaced pieces of a file, from the first to the last: of a small one they have all."""
+    last = max(0, file.stat().st_size - SAMPLE_BYTES)
     with file.open("rb") as opened:
-        if last < SAMPLES * SAMPLE_BYTES:
-            yield opened.read()
-            return
         for number in range(SAMPLES):
             opened.seek(last * number // (SAMPLES - 1))
             yield opened.read(SAMPLE_BYTES)

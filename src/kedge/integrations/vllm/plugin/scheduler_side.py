@@ -35,7 +35,7 @@ from kedge.integrations.vllm.plugin.metrics import REPORT_SECONDS, KedgeStats
 from kedge.integrations.vllm.plugin.owners import UNANSWERED, AgentPrompts, SessionHistories
 from kedge.integrations.vllm.plugin.requests import LiveRequest, Orders, Reports, receipt_to_dict
 from kedge.integrations.vllm.plugin.settings import PluginSettings
-from kedge.integrations.vllm.plugin.translations import Answer, Translations
+from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
 from kedge.reuse.costs import MAX_PENDING
 from kedge.structures.bounded import BoundedDict
@@ -141,15 +141,6 @@ class SchedulerSide:
         if live.hinted is None or live.asked.reuse is ReuseMode.OFF:
             return 0, False
         return self.translations.match(live, num_computed_tokens), False
-
-    def ask_at_once(self, request: Request, answer: Answer) -> None:
-        """Ask the only worker, by `answer`, about the next request before the step is scheduled."""
-        live = self.requests[request.request_id]
-        if live.hinted is None:  # nothing is translated
-            return
-        device, host = self.cached_blocks(request.block_hashes)
-        if not host:  # what is worth loading comes first
-            self.translations.ask_at_once(live, device * self._block_size, answer)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:  # noqa: ARG002
         """Take the blocks of an admitted request, into which its translated KV is written."""

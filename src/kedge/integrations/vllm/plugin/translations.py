@@ -45,7 +45,6 @@ class Translations:
         """
         self._guard = guard
         self._model_refusal = refusal
-        self._block_ids: BlockIds | None = None
         self.requests: dict[str, LiveRequest] = {}
         """All that wait or run, by vLLM's ids; whoever follows them enters and removes them"""
         self._orders = Orders()
@@ -63,7 +62,7 @@ class Translations:
     def guard(self, cache_blocks: CacheBlocks, block_ids: BlockIds) -> CacheBlocks:
         """Wrap vLLM's `coordinator.cache_blocks`, which hashes full blocks, so that translated ones are left out.
 
-        `block_ids` returns the blocks of a request in each group. Nothing is translated before this call.
+        `block_ids` returns the blocks of a request in each group.
         """
         self._block_ids = block_ids
 
@@ -77,8 +76,7 @@ class Translations:
     @property
     def refusal(self) -> str | None:
         """The reason why nothing is translated, or None."""
-        is_ready = self._block_ids is not None and self.lanes.is_open
-        return self._model_refusal or (None if is_ready else NO_LANES)
+        return self._model_refusal or (None if self.lanes.is_open else NO_LANES)
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -182,7 +180,7 @@ class Translations:
                 continue
             if live.request.num_computed_tokens + scheduled >= live.request.num_prompt_tokens:
                 live.captured = True
-                if live.verdict and self._block_ids:
+                if live.verdict:
                     blocks = self._block_ids(live.request.request_id)[0]
                     capture = Capture(live.asked, tuple(blocks), self.held.hold(blocks))
                     self._completed[-1].append(capture)

@@ -114,23 +114,25 @@ class PassEvents:
 class WorkerSide:
     """One rank's copies and translations. Parts that are off were never opened."""
 
-    def __init__(self, block_size: int, throttle: float, budget: LearningBudget) -> None:
-        """`throttle` slows copies down, `budget` is the time for learning."""
-        self._block_size, self._throttle, self._budget = block_size, throttle, budget
+    def __init__(self, block_size: int, throttle: float, budget: LearningBudget, costs: EngineCosts) -> None:
+        """`throttle` slows copies down, `budget` is the time for learning, and `costs` are those of every pass: by the
+        clock on a CPU, by events on a GPU.
+        """
+        self._block_size, self._throttle, self._budget, self._costs = block_size, throttle, budget, costs
         self._copier: PoolCopier | None = None
         self._learner: Learner | None = None
         self._room = 0
+        """Bytes that anchors and base KV may take, until they have them"""
         self._refusal = "translation is off"
         """Why this rank cannot translate"""
         self._reports = Reports()
         self._bad_blocks: set[int] = set()
         self._began = self._not_computing = 0.0
         """When the step began, and how long it was about something else than its pass"""
-        self._costs: EngineCosts | None = None
         self._passes: PassEvents | None = None
         """Set on a GPU, where a pass has only been started when vLLM returns from it"""
         self._reported_learning = False
-        self._learning = threading.Lock()
+        self._learning = threading.RLock()
         """Held by whoever uses the learner: a step, or the thread that saves what was learned"""
         self._snapshots: Snapshots | None = None
 
@@ -144,14 +146,6 @@ class WorkerSide:
             shape = (1, num_blocks + 1, *device.shape[2:])
             pools.append((torch.empty(shape, dtype=device.dtype, pin_memory=device.is_cuda), device))
         self._copier = PoolCopier(pools, 1, self._throttle)
-
-    def measure_passes(self, costs: EngineCosts, *, is_cpu: bool) -> None:
-        """Measure every pass from now on: by the clock on a CPU, by events on a GPU."""
-        self._costs, self._passes = costs, None if is_cpu else PassEvents()
-
-    def open_translation(self, learner: Learner, room: int) -> None:
-        """Answer queries with `learner` from now on. `room`: the bytes that anchors and base KV may take."""
-        self._learner, self._room = learner, room
 
     def keep_state(self, state: EngineState) -> None:
         """Go on from what `state` has saved, and keep what is learned in it from now on, where it is to be trusted."""
@@ -173,11 +167,6 @@ class WorkerSide:
             result = question(*self._learner.learned)
         self._learner.pages.synchronize()
         return result
-
-    def answer(self, query: TranslationQuery) -> TranslationVerdict:
-        """Return the verdict on a request between two steps."""
-        with self._learning:
-            return self._verdict(query)
 
     # a step, in vLLM's order ----------------------------------------------------------------------------------------
 
@@ -221,7 +210,6 @@ class WorkerSide:
         seconds = time.monotonic() - self._began - self._not_computing if orders.scheduled else 0.0
         if orders.scheduled:
             self._budget.computes()
-        if self._costs and orders.scheduled:
             ended = [(orders.scheduled, orders.rows, seconds)]
             if self._passes:
                 self._passes.end(orders.scheduled, orders.rows)
@@ -237,7 +225,7 @@ class WorkerSide:
             if self._learner:
                 self._learn_from_step(self._learner, orders, seconds)
             for query in orders.queries:
-                self._reports.verdicts[query.request.request_id] = self._verdict(query)
+                self._reports.verdicts[query.request.request_id] = self.answer(query)
         for capture in orders.captures:
             self._reports.captured[capture.capture_id] = 1
 
@@ -255,12 +243,13 @@ class WorkerSide:
         self._budget.spend(learner.learn, seconds, is_awaited=is_awaited)
         self._reports.learning = learner.is_learning
 
-    def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
+    def answer(self, query: TranslationQuery) -> TranslationVerdict:
         """Return what of a prompt has to be computed: all of it where that cannot be found out."""
         refusal = self._refusal
         if self._learner:
             try:
-                return self._learner.judge(query)
+                with self._learning:
+                    return self._learner.judge(query)
             except Exception:
                 logger.exception("request %s was not matched", query.request.request_id)
                 refusal = "matching it failed"
