@@ -61,7 +61,7 @@ def both(layout: Layout, shape: Shape, layers: int, turns: Rotary, dtype: torch.
     for _ in range(2):
         torch.manual_seed(0)
         fakes = [fake_layer(layout, shape, dtype, pages=layout.pages(shape, dtype).to(DEVICE)) for _ in range(layers)]
-        found = find_layouts(fakes, shape.blocks, shape.size)
+        found = find_layouts(fakes, shape.size)
         made.append(Pages(fakes, found, shape.size, turns))
     one, made[1].kernel_slots = made[0], None
     one.kernel_slots = slots_for_kernels(one._layers, one._layouts, turns)
@@ -120,9 +120,9 @@ def test_what_kernels_do_not_know_goes_layer_by_layer() -> None:
     scattered, in_two = fake_layer(Layout((0, 1, 2, 4, 3))), fake_layer(Layout(parts=2))
     unaligned = fake_layer(LAYOUTS["heads side by side"], Shape(dim=12), torch.bfloat16)
     for layers in ([plain, other], [eight], [plain, mixed], [scattered], [in_two], [unaligned]):
-        found = find_layouts(layers, BLOCKS, 4)
+        found = find_layouts(layers, 4)
         assert slots_for_kernels(layers, found, turns) is None
-    found = find_layouts([plain], BLOCKS, 4)
+    found = find_layouts([plain], 4)
     by_layer = RotaryByLayer([turns])
     assert slots_for_kernels([plain], found, by_layer) is None
     assert slots_for_kernels([plain], found, turns) is not None

@@ -179,13 +179,13 @@ class Driver:
 
     @property
     def side(self) -> Any:
-        return self.connector._scheduler
+        return self.connector
 
     @property
     def worker(self) -> Any:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return get_kv_transfer_group()._worker
+        return get_kv_transfer_group()
 
     def add(self, tokens: Sequence[int], count: int = 4, kedge: Mapping[str, Any] | None = None, **more: Any) -> str:
         """Queues a greedy request; its id."""

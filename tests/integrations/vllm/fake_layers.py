@@ -26,25 +26,35 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layout:
-    """Pages [blocks, 2, size, heads, dim] with their dimensions in another `order`; from dimension `merged` of that on,
-    two are one. `parts`: smaller blocks of which one is made.
+    """Pages [blocks, 2, size, heads, dim], the blocks first, in memory with their dimensions in another `order`; from
+    dimension `merged` of that on, two are one. `parts`: smaller blocks of which one is made.
     """
 
     order: Sequence[int] = (0, 1, 2, 3, 4)
     merged: int | None = None
     parts: int = 1
 
-    def pages(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+    def _sizes(self, shape: Shape) -> list[int]:
+        """In the order of memory."""
         sizes = (shape.blocks * self.parts, 2, shape.size // self.parts, shape.heads, shape.dim)
-        ordered = torch.randint(1, 100, [sizes[axis] for axis in self.order]).to(dtype)
-        return ordered if self.merged is None else ordered.flatten(self.merged, self.merged + 1)
+        return [sizes[axis] for axis in self.order]
+
+    @property
+    def _blocks_at(self) -> int:
+        """The dimension of memory that counts blocks, or blocks and another one."""
+        at = list(self.order).index(0)
+        return at - (self.merged is not None and self.merged < at)
+
+    def pages(self, shape: Shape, dtype: torch.dtype) -> Tensor:
+        ordered = torch.randint(1, 100, self._sizes(shape)).to(dtype)
+        merged = ordered if self.merged is None else ordered.flatten(self.merged, self.merged + 1)
+        return merged.movedim(self._blocks_at, 0)
 
     def logical(self, pages: Tensor, shape: Shape) -> Tensor:
         """A view [blocks * parts, 2, size / parts, heads, dim]."""
-        sizes = (shape.blocks * self.parts, 2, shape.size // self.parts, shape.heads, shape.dim)
+        pages = pages.movedim(0, self._blocks_at)
         if self.merged is not None:
-            two = [sizes[axis] for axis in self.order[self.merged : self.merged + 2]]
-            pages = pages.unflatten(self.merged, two)
+            pages = pages.unflatten(self.merged, self._sizes(shape)[self.merged : self.merged + 2])
         return pages.permute([list(self.order).index(axis) for axis in range(5)])
 
     def held(self, pages: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -73,7 +83,8 @@ def fake_layer(
 
     impl = SimpleNamespace(do_kv_cache_update=write)
     layer = SimpleNamespace(impl=impl, num_kv_heads=shape.heads, head_size=shape.dim, **attributes)
-    return KVLayer(layer, layout.pages(shape, dtype) if pages is None else pages, attributes.get("computed", dtype))
+    pages = layout.pages(shape, dtype) if pages is None else pages
+    return KVLayer(layer, pages, attributes.get("computed", dtype), shape.blocks)
 
 
 def truncated(given: Tensor, float8: torch.dtype) -> Tensor:

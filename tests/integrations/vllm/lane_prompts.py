@@ -151,7 +151,7 @@ def check_rest(engine: Driver) -> None:
     known = runner.requests if hasattr(runner, "requests") else runner.req_states.req_id_to_index
     translations = engine.side.translations
     assert not [one for one in known if one.startswith("lane-")]
-    assert not engine.worker._learner.writes and not engine.scheduler.deferred_frees
+    assert not engine.worker._learner.planned and not engine.scheduler.deferred_frees
     assert not translations.lanes.jobs and not translations.held.block_ids
 
 
@@ -172,14 +172,14 @@ class Recorder:
         """Tokens that vLLM counts as hits of the connector"""
         self.replacement: KVSegment | None = None
         """KV of a whole prompt to be written instead of what is translated"""
-        self._schedule, self._finish = engine.scheduler.schedule, engine.side.on_finish
-        engine.scheduler.schedule, engine.side.on_finish = self.schedule, self.finish
+        self._schedule, self._finish = engine.scheduler.schedule, engine.side.request_finished_all_groups
+        engine.scheduler.schedule, engine.side.request_finished_all_groups = self.schedule, self.finish
         learner = engine.worker._learner
-        self._write, learner.writes.write = learner.writes.write, self.write
+        self._write, learner.write = learner.write, self.write
 
     def close(self) -> None:
-        del self._engine.scheduler.schedule, self._engine.side.on_finish
-        del self._engine.worker._learner.writes.write
+        del self._engine.scheduler.schedule, self._engine.side.request_finished_all_groups
+        del self._engine.worker._learner.write
 
     def schedule(self, *args: Any, **more: Any) -> Any:
         stats = self._engine.scheduler.connector_prefix_cache_stats
@@ -200,9 +200,9 @@ class Recorder:
         self.finished |= output.finished_req_ids
         return output
 
-    def finish(self, request: Any, main: list[int], others: list[int]) -> Any:
-        self.blocks = list(main)
-        return self._finish(request, main, others)
+    def finish(self, request: Any, blocks: tuple[list[int], ...]) -> Any:
+        self.blocks = list(blocks[0])
+        return self._finish(request, blocks)
 
     def write(self, order: Any) -> None:
         self._write(order)

@@ -26,12 +26,12 @@ def engine(tiny_llama: Path) -> Iterator[Driver]:
 
 def price(engine: Driver, translations: LinearCost) -> None:
     """Make translations cost so much, whatever is measured."""
-    engine.worker._learner.writes._costs._translations = translations
+    engine.worker._learner._costs._translations = translations
 
 
 def test_passes_and_writes_are_measured(tiny_llama: Path) -> None:
     with lane_engine(tiny_llama, asynchronous=False) as built:
-        costs = built.worker._learner.writes._costs
+        costs = built.worker._learner._costs
         assert costs._passes._observed > 10 and costs._translations._observed >= 6
         before = costs._translations._observed
         assert receipt(ask(built, ONE))["tokens"]["translated"]

@@ -97,7 +97,7 @@ def test_a_failed_write_ends_its_request_alone(
     other = engine.add(PLAIN[0], 40)
     engine.step()
     with monkeypatch.context() as patched:
-        patched.setattr(engine.worker._learner.writes, "_translate_into", fail)
+        patched.setattr(engine.worker._learner, "_translate_into", fail)
         name = add(engine, ONE)
         engine.run()
     assert recorder.lanes
@@ -119,7 +119,7 @@ def test_an_exact_prefix_that_grew_is_not_written(engine: Driver, recorder: Reco
 def test_what_was_exact_and_is_evicted_while_a_request_waits_is_computed(
     engine: Driver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.connector, "ask_at_once", lambda _: None)
+    monkeypatch.setattr(engine.connector, "judge_at_once", lambda _: None)
     head = tokens(ONE)[: 3 * BLOCK + 1]
     engine.ask(head, 1)
     expected = list(ask(engine, ONE, 40).outputs[0].token_ids)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from contextlib import suppress
+from typing import Any
 
 from kedge.errors import EngineClosed
 
@@ -37,6 +38,11 @@ def register() -> None:
     if vllm.handlers and not own.handlers and own.level == logging.NOTSET:
         own.handlers, own.propagate = list(vllm.handlers), False
         own.setLevel(vllm.level)
+
+
+def is_plugged(config: Any) -> bool:
+    """Return whether a `VllmConfig` names Kedge's connector, and no other beside it."""
+    return config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector == NAME
 
 
 def version_refusal(version: str) -> str | None:

@@ -12,13 +12,9 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as OfSecondRunner
 
-from kedge.integrations.vllm.entry_point import COMPARABLE, FORCED, NAME
-
-try:
-    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as OfSecondRunner
-except ImportError:  # a vLLM whose second runner has none
-    OfSecondRunner = object
+from kedge.integrations.vllm.entry_point import COMPARABLE, FORCED, is_plugged
 
 
 class ForcedAnswers(LogitsProcessor, OfSecondRunner):
@@ -29,8 +25,8 @@ class ForcedAnswers(LogitsProcessor, OfSecondRunner):
 
     def __init__(self, vllm_config: VllmConfig, *state: Any) -> None:
         """`state` begins with a device; on the second runner, it is what that one knows of its requests."""
-        model, transfer = vllm_config.model_config, vllm_config.kv_transfer_config
-        is_on = transfer is not None and transfer.kv_connector == NAME and model.logprobs_mode == COMPARABLE
+        model = vllm_config.model_config
+        is_on = is_plugged(vllm_config) and model.logprobs_mode == COMPARABLE
         self._longest = model.max_model_len if is_on and vllm_config.speculative_config is None else 0
         self._vocab_size, self._requests = model.get_vocab_size(), state[0]
         # the answer and what is drawn of it, by row; on the second runner by place of the request, without the latter

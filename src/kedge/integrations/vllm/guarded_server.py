@@ -32,7 +32,7 @@ from kedge.errors import EngineClosed
 from kedge.guard import GuardMode
 from kedge.integrations.vllm.engine.driver import ALIKE, Driver, StreamedResponse, sampling_params
 from kedge.integrations.vllm.engine.engine import keep_guard, warm_up, within_top
-from kedge.integrations.vllm.entry_point import COMPARABLE, NAME
+from kedge.integrations.vllm.entry_point import COMPARABLE, is_plugged
 from kedge.integrations.vllm.plugin.hints import HintedRequest, end_of, guard_hints, read_hints, tell
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, TokenDelta, TurnHints, new_request_id
@@ -54,15 +54,14 @@ async def start_guard(client: Any) -> ServerGuard | None:
     """Put the guard before a server's `AsyncLLM`. Returns None, with a line in the log, where nothing can be proved:
     then nothing is translated that needs proof.
     """
-    transfer = client and client.vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != NAME:
+    if client is None or not is_plugged(client.vllm_config):
         return None
     model = client.model_config
     if model.max_logprobs == 0 or model.logprobs_mode != COMPARABLE:
         logger.warning("kedge: no guard: it needs vLLM's max_logprobs above 0, and logprobs_mode %s", COMPARABLE)
         return None
     try:
-        settings = PluginSettings.model_validate(transfer.kv_connector_extra_config)
+        settings = PluginSettings.model_validate(client.vllm_config.kv_transfer_config.kv_connector_extra_config)
         guard = ServerGuard(client, settings, HFTokenizer.load(Path(model.tokenizer)))
         if settings.guard.mode is not GuardMode.OFF:
             await asyncio.to_thread(warm_up, guard.submit)

@@ -16,6 +16,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -28,7 +29,7 @@ from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, Requ
 from kedge.hints import Hints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
-from kedge.integrations.vllm.entry_point import NAME
+from kedge.integrations.vllm.entry_point import NAME, is_plugged
 from kedge.integrations.vllm.plugin.hints import KNOWN, ask, salt_of, tell
 from kedge.integrations.vllm.plugin.hints import Message as PluginMessage
 from kedge.policies.sessions import refused
@@ -97,7 +98,12 @@ class KedgeMiddleware:
         """Pass hints without a prompt on to the plug-in, and return the answer. Raises a `KedgeError` where they cannot
         be. The end of a run waits for the checks that need it.
         """
-        body = await _body(request)
+        client, body = request.app.state.engine_client, await _body(request)
+        if not is_plugged(client.vllm_config):
+            found = getattr(client.vllm_config.kv_transfer_config, "kv_connector", None)
+            raise ConfigError("kv_connector", found, f"must be {NAME} for hints")
+        if (waiting := len(client.engine_core.utility_results)) >= ENTRIES:
+            raise Overloaded("hints", waiting, f"at most {ENTRIES} calls wait for vLLM at once")
         hints, _ = read_hints(body, request.headers)
         given, ended = plugin_hints(hints), list[ActionOutcome]()
         namespace = Namespace.parse(hints.salt or "default")
@@ -105,22 +111,19 @@ class KedgeMiddleware:
             del given["final"]
             self._guard.end_run(RunKey(namespace, hints.client, hints.run))
             ended.append(run_ended())
-        found = await _sent(request.app.state.engine_client, PluginMessage(given, salt_of(namespace)))
-        taken = refused(hints.turn, UNREPORTED, ActionResult.DEFERRED) if found is None else found
+        taken = await tell(client.engine_core, PluginMessage(given, salt_of(namespace)))
+        if taken is None:
+            taken = list(refused(hints.turn, UNREPORTED, ActionResult.DEFERRED))
         return {"object": "hints", "hints": hints.to_dict(), "actions": outcomes(body, hints, [*ended, *taken])}
 
 
 async def _report(client: Any) -> Mapping[str, Any] | None:
     """Return the report of the first engine that answers."""
-    try:
-        return next(iter(await ask(client.engine_core, "report")), None) if _is_plugged(client) else None
-    except EngineClosed:
+    if client is None or not is_plugged(client.vllm_config):
         return None
-
-
-def _is_plugged(client: Any) -> bool:
-    transfer = client and client.vllm_config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector == NAME
+    with suppress(EngineClosed):
+        return next(iter(await ask(client.engine_core, "report")), None)
+    return None
 
 
 async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -219,16 +222,3 @@ async def _body(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RequestError("body", type(body).__name__, "must be an object")
     return body
-
-
-async def _sent(client: Any, message: PluginMessage) -> list[ActionOutcome] | None:
-    """Send hints to the plug-in, and return what becomes of them; None: it has not reported that. Raises a `KedgeError`
-    where they cannot be sent.
-    """
-    if not _is_plugged(client):
-        found = getattr(client.vllm_config.kv_transfer_config, "kv_connector", None)
-        raise ConfigError("kv_connector", found, f"must be {NAME} for hints")
-
-    if (waiting := len(client.engine_core.utility_results)) >= ENTRIES:
-        raise Overloaded("hints", waiting, f"at most {ENTRIES} calls wait for vLLM at once")
-    return await tell(client.engine_core, message)

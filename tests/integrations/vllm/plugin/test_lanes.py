@@ -21,9 +21,11 @@ from kedge.integrations.vllm.plugin import lanes, requests
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import NOTHING, HeldBlocks, HeldJobs, LaneGrants, PassLimits
 from kedge.integrations.vllm.plugin.requests import NEAR, Capture, LiveRequest, TranslationVerdict
+from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.reuse.costs import PATIENCE
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget
+from kedge.settings import GuardSettings
 from kedge.types import GenerateRequest, Namespace, ReuseMode, Segment, Tokens
 from tests.reuse.test_holes import SIZE, layouts, positions
 
@@ -49,7 +51,7 @@ class Stage:
         self.held.pool = self.pool
         self.captures: list[Capture] = []
         self.jobs = HeldJobs(self.held, self.captures.append)
-        self.jobs.open(PassLimits(LIMIT, 100, BLOCK))
+        self.jobs.model = PassLimits(LIMIT, 100, BLOCK)
 
     def end(self, prompt: int, output: Tokens, status: RequestStatus = LENGTH) -> None:
         """End a request that holds blocks for what it has computed, all but the last token, and frees them."""
@@ -129,7 +131,7 @@ def test_the_latest_goes_first_in_pieces_and_is_captured_with_the_last() -> None
     assert capture.request.tokens == (2,) * 9 and capture.request.namespace == HERE and len(capture.blocks) == 3
     assert stage.step(50, idle=True) == [range(10)]
     stage.report()
-    assert stage.jobs.counters() == Counter(base_prefills_queued=2, base_prefills_done=2)
+    assert stage.jobs.counts == Counter(base_prefills_queued=2, base_prefills_done=2)
     assert not stage.jobs and stage.pool.get_num_free_blocks() == BLOCKS
 
 
@@ -149,7 +151,7 @@ def test_one_without_blocks_is_dropped_where_the_engine_is_idle_or_a_request_wai
     stage.jobs.add(HERE, (1,) * 10, is_awaited=not idle)
     assert not stage.step(40, idle=idle) and not stage.jobs and not stage.jobs.is_awaited(HERE, (1,) * 10)
     stage.pool.free_blocks(blocks)
-    assert stage.jobs.counters()["base_prefills_dropped"] == 1
+    assert stage.jobs.counts["base_prefills_dropped"] == 1
 
 
 def test_blocks_that_requests_need_are_given_up_after_the_pass() -> None:
@@ -256,7 +258,7 @@ class Machine(RuleBasedStateMachine):
         held, jobs = self.stage.held.block_ids, self.stage.jobs
         assert len(held) == len(set(held))
         assert self.stage.pool.get_num_free_blocks() + len(held) + len(self.others) == BLOCKS
-        counts = jobs.counters()
+        counts = jobs.counts
         ended = counts["base_prefills_done"] + counts["base_prefills_dropped"]
         assert counts["base_prefills_queued"] - ended == sum(not job.answer for job in jobs._jobs)
         assert sum(not (job.is_urgent or jobs._has_begun(job)) for job in jobs._jobs) <= MOST
@@ -325,8 +327,11 @@ def test_a_plan_accounts_for_every_token_behind_the_exact_prefix(holes: Holes, c
     assert positions(found.planned) >= {position for position in positions(holes) if position >= computed}
     assert computed + claimed == (found.planned[-1].start if found.written else computed)
     hashed: list[int] = []
+    translations = Translations(None, 1, GuardSettings())
+    translations.requests[found.request_id] = found
+    cache_blocks = translations.guard(lambda _, count: hashed.append(count), lambda _: ())
     for tokens in (SIZE, 7):
-        found.cache_blocks(lambda _, count: hashed.append(count), tokens)
+        cache_blocks(found.request, tokens)
     first = found.written[0].start if found.written else SIZE
     assert hashed == [first, min(first, 7)], "nothing is hashed from the first translated token on"
 

@@ -10,11 +10,7 @@ import pytest
 import torch
 
 from kedge.guard import GuardOrders
-from kedge.integrations.vllm.plugin.learner import (
-    Learner,
-    PlannedWrite,
-    PlannedWrites,
-)
+from kedge.integrations.vllm.plugin.learner import Learner, PlannedWrite
 from kedge.integrations.vllm.plugin.requests import Capture, TranslationQuery, TranslationWrite
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
@@ -34,7 +30,7 @@ def kv(start: int, stop: int) -> KVSegment:
 @pytest.fixture
 def learner() -> Learner:
     pages: Any = SimpleNamespace(
-        rounding=0.0, kernel_slots=None, table=lambda blocks: blocks, read=lambda _, start, stop: kv(start, stop)
+        rounding=0.0, kernel_slots=None, table=lambda blocks, **_: blocks, read=lambda _, start, stop: kv(start, stop)
     )
     found = Learner(pages, PluginSettings(), EngineCosts(by_cost=False))
     found.rotation.trust()
@@ -87,44 +83,33 @@ def test_where_keys_are_rotated_otherwise_nothing_is_kept_of_a_prompt(learner: L
 # prompts that are captured although something in them is translated --------------------------------------------------
 
 
-def planned(seconds: float = 0.0) -> PlannedWrite:
+def write(learner: Learner, name: RequestId = REQUEST.request_id, seconds: float = 0.0) -> Any:
+    """Write a plan, and return it."""
     plan: Any = SimpleNamespace(translations=())
-    return PlannedWrite(plan, None, seconds)
+    learner.planned[name] = PlannedWrite(plan, None, seconds)
+    assert name not in learner._written, "nothing is written yet"
+    learner.write(TranslationWrite(name, (1,), (range(4, 6),)))
+    return plan
 
 
-@pytest.fixture
-def writes() -> PlannedWrites:
-    pages: Any = SimpleNamespace(table=lambda _blocks, only: only, kernel_slots=None)
-    return PlannedWrites(pages, EngineCosts())
-
-
-def test_a_translation_costs_the_step_that_asking_takes_too(
-    writes: PlannedWrites, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    costs, observed = writes._costs, list[float]()
+def test_a_translation_costs_the_step_that_asking_takes_too(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs, observed = learner._costs, list[float]()
     monkeypatch.setattr(costs, "observe_translation", lambda _segments, _tokens, seconds: observed.append(seconds))
-    writes.put(REQUEST.request_id, planned(seconds=100.0))
-    writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
+    write(learner, seconds=100.0)
     costs.observe_pass(1, 1, 50.0)
-    writes.put(REQUEST.request_id, planned(seconds=100.0))
-    writes.write(TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),)))
+    del learner._written[REQUEST.request_id]
+    write(learner, seconds=100.0)
     assert observed == pytest.approx([100.0, 150.0], rel=1e-3)
 
 
-def test_a_plan_is_kept_until_its_prompt_is_captured_or_its_verdict_withdrawn(writes: PlannedWrites) -> None:
-    order = TranslationWrite(REQUEST.request_id, (1,), (range(4, 6),))
-    for is_withdrawn in (False, True):
-        writes.put(REQUEST.request_id, one := planned())
-        assert writes.take_written(REQUEST.request_id) is None, "nothing is written yet"
-        writes.write(order)
-        if is_withdrawn:
-            writes.drop(REQUEST.request_id)
-        assert not writes and writes.take_written(REQUEST.request_id) is (None if is_withdrawn else one.plan)
-        assert writes.take_written(REQUEST.request_id) is None
+def test_a_plan_is_kept_until_its_prompt_is_captured_or_its_verdict_withdrawn(learner: Learner) -> None:
+    plan = write(learner)
+    assert not learner.planned and learner._written[REQUEST.request_id] is plan
+    learner.drop(REQUEST.request_id)
+    assert not learner._written
 
 
-def test_plans_whose_prompts_are_never_captured_are_forgotten(writes: PlannedWrites) -> None:
+def test_plans_whose_prompts_are_never_captured_are_forgotten(learner: Learner) -> None:
     for number in range(ENTRIES + 5):
-        writes.put(name := RequestId(f"aborted-{number}"), planned())
-        writes.write(TranslationWrite(name, (1,), (range(4, 6),)))
-    assert len(writes._written) == ENTRIES
+        write(learner, RequestId(f"aborted-{number}"))
+    assert len(learner._written) == ENTRIES

@@ -29,7 +29,7 @@ TRANSPOSED = Layout((0, 3, 1, 4, 2))
 
 
 def pages_of(layers: Sequence[KVLayer]) -> Pages:
-    layouts = find_layouts(layers, BLOCKS, SIZE)
+    layouts = find_layouts(layers, SIZE)
     return Pages(layers, layouts, SIZE, rotary())
 
 
@@ -57,7 +57,7 @@ def test_reading_gives_what_the_layers_hold(layout: Layout, dtype: torch.dtype, 
 def test_dimensions_in_no_regular_order_are_read_all_the_same() -> None:
     order = [0, 2, 1, 3, 7, 5, 4, 6]
     layer, regular = fake_layer(SIDE_BY_SIDE, keep=[lambda given: given[..., order]] * 2), fake_layer(SIDE_BY_SIDE)
-    strides = [find_layouts([one], BLOCKS, SIZE)[0].keys.strides for one in (regular, layer)]
+    strides = [find_layouts([one], SIZE)[0].keys.strides for one in (regular, layer)]
     assert strides[0] is not None and strides[1] is None
     pages, kv = pages_of([layer]), KVSegment(*torch.randn(2, 1, 5, HEADS, DIM))
     pages.write(table := pages.table([4, 1]), 2, kv, None)
@@ -94,7 +94,7 @@ def test_writing_is_base_plus_offsets_and_touches_nothing_else(
 
 def test_layers_of_other_shapes_are_refused() -> None:
     other = fake_layer(SIDE_BY_SIDE)
-    layouts = find_layouts([other], BLOCKS, SIZE)
+    layouts = find_layouts([other], SIZE)
     half = replace(layouts[0], keys=Places.of(layouts[0].keys.index[..., :4].contiguous()))
     with pytest.raises(LayoutUnknown, match="must have one shape"):
         Pages([other, other], [*layouts, half], SIZE, rotary())

@@ -25,6 +25,7 @@ from kedge.integrations.vllm.plugin.rank_state import (
 from kedge.integrations.vllm.plugin.requests import Orders
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.kv.segment import KVSegment
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import LearningBudget
 from kedge.settings import AnchorSettings
 from kedge.types import Namespace, TenantId
@@ -51,7 +52,7 @@ def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch
     learned = SimpleNamespace(learned=(anchors, bases), is_learning=False, rotation=SimpleNamespace(refusal=None))
     learned.pages, learned.is_at_rest = SimpleNamespace(synchronize=lambda: None), False
     learned.learn = lambda: False
-    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())
     side._learner = learned
     side.keep_state(EngineState(tmp_path, "identity", kv.slice(0, 0), side.ask, values=True))
     bases.put_content(Namespace(TenantId("a")), (1, 2, 3), (), kv)
@@ -96,6 +97,16 @@ def test_a_model_without_files_has_no_identity(tmp_path: Path) -> None:
         model_digest(config(tmp_path))
     with pytest.raises(ConfigError, match="not on this machine"):
         model_digest(config(Path("nobody/has-this-model")))
+
+
+def test_a_folder_that_is_in_use_or_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    kept = rank_state.open_state(tmp_path / "kept", config(tmp_path), AnchorSettings())
+    with pytest.raises(ConfigError, match="another process uses this folder"):
+        rank_state.open_state(tmp_path / "kept", config(tmp_path), AnchorSettings())
+    with pytest.raises(ConfigError, match="cannot be used"):
+        rank_state.open_state(tmp_path / "model.safetensors", config(tmp_path), AnchorSettings())
+    kept.close()
 
 
 def test_large_files_are_sampled_from_the_first_byte_to_the_last(tmp_path: Path) -> None:

@@ -82,12 +82,12 @@ class Sorted(StepScheduler, Vllms):
     def __init__(self, capacity: int = 0) -> None:
         self.cached, self.on_host, self.orders = set[int](), set[int](), list[list[str]]()
         lanes = SimpleNamespace(is_wanted=False, take=lambda: ({}, []))
-        side = SimpleNamespace(
+        connector = SimpleNamespace(
+            open_lanes=lambda _: None, judge_at_once=lambda _: None,
             translations=SimpleNamespace(lanes=lanes), cached_blocks=self.blocks, requests=self,
             on_order=lambda order: self.orders.append([one.request_id for one in order]),
             sessions=SimpleNamespace(ledger=SimpleNamespace(tracker=SimpleNamespace(returning=1.0))),
         )  # fmt: skip
-        connector = SimpleNamespace(join=lambda _: side, ask_at_once=lambda _: None)
         pool = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=capacity))
         super().__init__(connector=connector, kv_cache_manager=pool, block_size=1)
 

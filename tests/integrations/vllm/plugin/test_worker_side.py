@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-from kedge.cache import Copied, Copy, Direction
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin import worker_side
 from kedge.integrations.vllm.plugin.requests import Orders, TranslationWrite
-from kedge.integrations.vllm.plugin.worker_side import BlockMemory, WorkerSide, distinct, pool_views
+from kedge.integrations.vllm.plugin.worker_side import WorkerSide, pool_views
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import LearningBudget
 from kedge.types import GenerateRequest, RequestId
@@ -61,8 +58,7 @@ def test_a_pass_is_measured_without_writes_whenever_these_are_made(
 ) -> None:
     clock, costs = Clock(), Costs()
     monkeypatch.setattr(worker_side, "time", clock)
-    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
-    side.measure_passes(costs, is_cpu=True)
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), costs)
     side._learner = SlowLearner(clock)
     orders = Orders(scheduled=100, rows=3, writes=writes)
     side.begin_step()
@@ -73,7 +69,7 @@ def test_a_pass_is_measured_without_writes_whenever_these_are_made(
         side.before_pass(orders)
     side.after_pass(orders)
     assert costs.seen == [(100, 3, 5.0)]
-    assert side.take_reports().computed == (100, 5.0)
+    assert side.build_connector_worker_meta().computed == (100, 5.0)
 
 
 def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +97,8 @@ def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeyp
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(worker_side, "time", clock)
-    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
-    side.measure_passes(costs, is_cpu=False)
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), costs)
+    side._passes = worker_side.PassEvents()
     side._learner = SlowLearner(clock)
     for scheduled, writes in ((100, (WRITE,)), (200, ()), (0, ())):
         side.begin_step()
@@ -113,23 +109,11 @@ def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeyp
     work(1.0, 2.0, 4.0, 0.5)  # the step, its writes, the first pass, and the second step
     side.begin_step()
     side.after_pass(Orders(scheduled=50, rows=1))
-    assert costs.seen == [(100, 1, 4.0)] and side.take_reports().computed == (100, 4.0)
+    assert costs.seen == [(100, 1, 4.0)] and side.build_connector_worker_meta().computed == (100, 4.0)
     work(*[8.0] * (len(given) + 1 - len(passed)))
     side.begin_step()
     side.after_pass(Orders(scheduled=60, rows=2))
     assert costs.seen[1:] == [(200, 1, 8.0), (50, 1, 8.0)], "a step without a pass is none"
-
-
-def test_copies_fail_on_a_rank_that_could_not_open_its_host_tier() -> None:
-    """The scheduler, which has ordered them, would wait for ever."""
-    side = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
-    copies = (Copy(1, Direction.LOAD, (1,), (2,)), Copy(2, Direction.OFFLOAD, (1, 2), (3, 4)))
-    orders = Orders(copies=copies)
-    side.begin_step()
-    side.before_pass(orders)
-    side.after_pass(orders)
-    reports = side.take_reports()
-    assert reports is not None and reports.copies == [Copied(1, ok=False), Copied(2, ok=False)]
 
 
 class Resting(SlowLearner):
@@ -152,9 +136,9 @@ class Resting(SlowLearner):
     ids=["quiet", "dropped", "ended"],
 )
 def test_a_learner_at_rest_is_left_alone_until_a_step_has_something_for_it(orders: Orders, asked: int) -> None:
-    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False))
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())
     side._learner = learner = Resting(Clock())
-    learner.writes = SimpleNamespace(drop=lambda _: None)
+    learner.drop = lambda _: None
     learner.end_run = lambda _: None
     side.begin_step()
     side.before_pass(orders)
@@ -172,42 +156,28 @@ def memory() -> torch.Tensor:
     return torch.zeros(2 * BLOCKS * PAGE)
 
 
-def region(pool: torch.Tensor, number: int, *shape: int) -> torch.Tensor:
-    return pool[number * BLOCKS * PAGE : (number + 1) * BLOCKS * PAGE].view(BLOCKS, *shape)
+def filled(views: list[torch.Tensor]) -> torch.Tensor:
+    """Memory with ones wherever a view has a number."""
+    found = memory()
+    for view in views:
+        found.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(1)
+    return found
 
 
-PARTS = st.tuples(st.integers(0, 1), st.integers(0, PAGE - 1), st.integers(1, PAGE), st.integers(1, 2))
-"""A region, and a part of each of its pages: all of it, or every other number"""
+PARTS = st.tuples(st.integers(0, 1), st.integers(1, PAGE), st.integers(1, 2))
+"""A region, and the numbers of each of its pages that a layer has: so many, all or every other one"""
 
 
 @given(st.lists(PARTS, min_size=1, max_size=6))
-def test_no_byte_is_left_out_and_no_view_lies_in_another(parts: list[tuple[int, int, int, int]]) -> None:
-    pool = memory()
-    views = [region(pool, number, PAGE)[:, start : start + count : step] for number, start, count, step in parts]
-    wanted, found = memory(), memory()
-    for view, filled in ((one, wanted) for one in views):
-        filled.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(1)
-    for view in distinct(views):
-        found.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(1)
-    assert torch.equal(wanted, found)
-    memories = [BlockMemory.of(view) for view in distinct(views)]
-    assert not any(one is not other and one.covers(other) for one in memories for other in memories)
+def test_no_byte_is_left_out_and_what_begins_alike_is_one_view(parts: list[tuple[int, int, int]]) -> None:
+    pages = memory().view(2, BLOCKS, PAGE)
+    views = [pages[number, :, :count:step] for number, count, step in parts]
+    found = pool_views(views, BLOCKS)
+    assert torch.equal(filled(views), filled(found))
+    dense = {number for number, count, step in parts if step == 1 or count <= step}
+    assert len([one for one in found if one[0].is_contiguous()]) == len(dense)
 
 
-def kv_config(spec: Any) -> KVCacheConfig:
-    return KVCacheConfig(BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-
-
-def test_states_have_a_block_each() -> None:
-    config = kv_config(MambaSpec(block_size=16, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode="align"))
-    both = [region(memory(), 0, PAGE)[:, :4], region(memory(), 0, PAGE)[:, 4:9]]
-    assert len(pool_views({"layer": both}, {}, config, torch.float32)) == 2
+def test_pages_that_do_not_count_the_blocks_are_refused() -> None:
     with pytest.raises(LayoutUnknown, match="does not count 6 blocks"):
-        pool_views({"layer": torch.zeros(BLOCKS + 1, 4)}, {}, config, torch.float32)
-
-
-def test_pages_of_an_op_that_fails_are_refused() -> None:
-    config = kv_config(FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=4, dtype=torch.float32))
-    layer = SimpleNamespace(head_size=4, num_kv_heads=1, impl=SimpleNamespace())
-    with pytest.raises(LayoutUnknown, match="failed"):
-        pool_views({"layer": region(memory(), 0, PAGE)}, {"layer": layer}, config, torch.float32)
+        pool_views([torch.zeros(BLOCKS + 1, 4)], BLOCKS)

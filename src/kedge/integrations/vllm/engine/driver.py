@@ -286,7 +286,7 @@ class Driver(StatLoggerBase):
         (`prefix_queries`) and found (`prefix_hits`)"""
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
-        self._forecasts = Forecasts()
+        self.forecasts = Forecasts()
         self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict()
         """Whether an agent's last prompt was translated"""
 
@@ -303,11 +303,6 @@ class Driver(StatLoggerBase):
 
     def log_engine_initialized(self) -> None:
         """Do nothing: vLLM has a log of its own."""
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether vLLM's engine core has ended."""
-        return bool(self.llm.errored)
 
     # requests -------------------------------------------------------------------------------------------------------
 
@@ -370,10 +365,6 @@ class Driver(StatLoggerBase):
         return self._translated.get(request.workflow_agent, False)
 
     # messages to the plug-in ----------------------------------------------------------------------------------------
-
-    async def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens]) -> None:
-        """Pass on a forecast and fixed prompts."""
-        await self.send(*self._forecasts.messages(changes, prompts))
 
     async def send(self, *messages: Message) -> None:
         """Send messages to the plug-in in this order, behind those of earlier calls, unless vLLM has died."""

@@ -149,7 +149,7 @@ class VLLMEngine(Engine):
     @property
     def failure(self) -> EngineClosed | None:
         """The error that vLLM's engine core has died; None while it works, and where `close` ended it."""
-        if self._failure is None and not self._is_closed and self._driver.is_dead:
+        if self._failure is None and not self._is_closed and self._driver.llm.errored:
             self._failure = died()
         return self._failure
 
@@ -214,7 +214,7 @@ class VLLMEngine(Engine):
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
         changes, prompts = sensible_hints(changes, prompts)
-        self._send(lambda: self._driver.forecast(changes, prompts))
+        self._send(lambda: self._driver.send(*self._driver.forecasts.messages(changes, prompts)))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions, see `kedge.engine.base.Engine`.
@@ -343,13 +343,9 @@ def keep_guard(guard: QualityGuard, folder: Path, config: VllmConfig, anchors: A
     log. Raises `ConfigError` where the folder cannot be used.
     """
     from kedge.engine.common.state.saving import Snapshots
-    from kedge.engine.common.state.snapshot import EngineState
-    from kedge.integrations.vllm.plugin.rank_state import identity
+    from kedge.integrations.vllm.plugin.rank_state import open_state
 
-    try:
-        state = EngineState(folder, identity(config, anchors), guard=guard)
-    except OSError as error:
-        raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
+    state = open_state(folder, config, anchors, guard=guard)
     kept = Snapshots(folder, state.load, state.save, give_back=state.close)
     kept.load()
     kept.start()

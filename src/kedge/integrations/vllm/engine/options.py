@@ -25,14 +25,10 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "
 """GiB of KV, and threads without binding to cores, which several engines share."""
 CPU_ARGUMENTS = {"dtype": "float32", "block_size": 32, "enforce_eager": True, "async_scheduling": False}
 """Defaults on the CPU: exact, small blocks, no compiler at start, and a pass at a time."""
-ARGUMENTS = {"scheduler_cls": SCHEDULER}
-"""Defaults: with lanes."""
-GUIDANCE = "guidance"
-"""vLLM's name of llguidance, whose grammars those of requests are"""
 OWN = {
     "enable_prefix_caching": True,
     "disable_log_stats": True,
-    "structured_outputs_config": {"backend": GUIDANCE},
+    "structured_outputs_config": {"backend": "guidance"},  # llguidance, whose grammars those of requests are
 }
 """Fixed: prompts and answers are tokens, and statistics go to the engine."""
 RESERVED = {*OWN, "skip_tokenizer_init", "model", "tokenizer", "kv_transfer_config", "logprobs_mode", "runner"}
@@ -104,7 +100,7 @@ def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *
     """
     types = {one.name: one.type for one in fields(arguments_class)}
     given = {name: _checked(types, name, value) for name, value in config.vllm.arguments.items()}
-    return {**ARGUMENTS, **(CPU_ARGUMENTS if is_cpu else {}), **given, **OWN, "model": str(model)}
+    return {"scheduler_cls": SCHEDULER, **(CPU_ARGUMENTS if is_cpu else {}), **given, **OWN, "model": str(model)}
 
 
 def connector(extra: Mapping[str, Any]) -> dict[str, Any]:

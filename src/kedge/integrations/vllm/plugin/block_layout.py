@@ -1,8 +1,8 @@
 """Where the keys and values of a block are: found by writing with vLLM's own op, and assumed of no attention backend.
 
-A block is found first, then the places of numbered keys and values in it. What was found is tried with random numbers
-in random order, layer by layer, and anything that is not clear is refused with its reason. It happens once, when vLLM
-registers the pages and no request has any; what was in the blocks is put back.
+The places of numbered keys and values in a block are found first. Then they are tried with random numbers in random
+order, layer by layer, and anything that is not clear is refused with its reason. It happens once, when vLLM registers
+the pages and no request has any; what was in the blocks is put back.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ _FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch
 
 
 class KVLayer(NamedTuple):
-    """An attention layer (`Attention` or `MLAAttention` of vLLM's `model_executor.layers.attention`) and its pages."""
+    """An attention layer (`Attention` of vLLM's `model_executor.layers.attention`) and its pages."""
 
     layer: Any
     pages: Tensor
     """As vLLM registers them with a connector"""
     dtype: torch.dtype
     """Of the keys and values that the model computes"""
-
-    @property
-    def bound(self) -> Tensor:
-        """The pages as vLLM passes them to the layer's op: another view of the same memory where blocks are split."""
-        bound = getattr(self.layer, "kv_cache", None)
-        return bound if isinstance(bound, Tensor) and _memory(bound) == _memory(self.pages) else self.pages
+    num_blocks: int
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -41,9 +36,10 @@ class KVLayer(NamedTuple):
         return self.layer.num_kv_heads, self.layer.head_size
 
     @property
-    def codes(self) -> Tensor:
-        """The pages; bytes where a number has 8 bits, since PyTorch does little with float8."""
-        return self.pages.view(torch.uint8) if self.pages.itemsize == 1 else self.pages
+    def blocks(self) -> Tensor:
+        """The pages as [blocks, …]; bytes where a number has 8 bits, since PyTorch does little with float8."""
+        blocks = blocks_of(self.pages, self.num_blocks)
+        return blocks.view(torch.uint8) if blocks.itemsize == 1 else blocks
 
     @property
     def scales(self) -> tuple[Any, Any]:
@@ -52,64 +48,16 @@ class KVLayer(NamedTuple):
 
     def store(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Write rotated keys and values [tokens, kv_heads, head_dim] to `slots` [tokens] with the model's own op."""
-        self.layer.impl.do_kv_cache_update(self.layer, keys, values, self.bound, slots)
-
-    def fill(self, slots: Tensor) -> None:
-        """Write numbers other than zero to `slots` [tokens] with the model's own op."""
-        layer = self.layer
-        if (latent := getattr(layer, "kv_lora_rank", None)) is None:
-            size, heads = layer.head_size, layer.num_kv_heads
-            values = self._numbers(len(slots), heads, getattr(layer, "head_size_v", size))
-            self.store(self._numbers(len(slots), heads, size), values, slots)
-        else:  # MLA has no keys and values by head
-            latents, rope = self._numbers(len(slots), latent), self._numbers(len(slots), 1, layer.qk_rope_head_dim)
-            layer.impl.do_kv_cache_update(latents, rope, self.bound, slots, layer.kv_cache_dtype, layer._k_scale)
-
-    def _numbers(self, *shape: int) -> Tensor:
-        count = torch.Size(shape).numel()
-        return (torch.arange(count, device=self.pages.device) % 7 + 1).to(self.dtype).view(shape)
+        self.layer.impl.do_kv_cache_update(self.layer, keys, values, self.pages, slots)
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-class BlockAxis(NamedTuple):
-    """The dimension of pages that counts blocks, and how many of its places are one block."""
-
-    axis: int
-    parts: int
-    """Above 1 where the attention backend works on smaller blocks than vLLM's scheduler"""
-
-    def blocks(self, pages: Tensor) -> Tensor:
-        """Return a view of `pages` as [blocks, …]."""
-        blocks = pages.movedim(self.axis, 0)
-        return blocks.unflatten(0, (-1, self.parts)) if self.parts > 1 else blocks
-
-
-def find_block_axis(layer: KVLayer, num_blocks: int, block_size: int) -> BlockAxis:
-    """Find the blocks of a layer: the slots of a block, `block_size` tokens, are to be in that block and in no other.
-
-    Raises `LayoutUnknown` where they are not, or where the layer has no op that writes.
+def blocks_of(pages: Tensor, num_blocks: int) -> Tensor:
+    """Return a view of a layer's pages as [blocks, parts, …]. vLLM counts blocks by the first dimension of all its
+    caches, and smaller ones where the attention backend works on these. Raises `LayoutUnknown` for other pages.
     """
-    shape = tuple(layer.pages.shape)
-    axes = [BlockAxis(axis, size // num_blocks) for axis, size in enumerate(shape) if size % num_blocks == 0]
-    if not axes or num_blocks < 2:
-        raise LayoutUnknown("pages", shape, f"no dimension counts {num_blocks} blocks")
-    probed = probed_blocks(num_blocks)
-    with restored([axis.blocks(layer.codes) for axis in axes], probed) as views, own_errors(layer):
-        for block in probed:
-            clear(views, probed)
-            layer.fill(slots_of(block, block_size, layer.pages.device))
-            axes = [axis for axis in axes if _written(axis.blocks(layer.codes), probed) == [block]]
-    if len(axes) != 1:
-        raise LayoutUnknown("pages", shape, "what is written to the slots of a block is not in one block")
-    return axes[0]
-
-
-def probed_blocks(num_blocks: int) -> list[int]:
-    """Return the blocks into which probes write: the first two and the last."""
-    return sorted({0, 1, num_blocks - 1})
+    if pages.shape[0] % num_blocks:
+        raise LayoutUnknown("pages", tuple(pages.shape), f"the first dimension does not count {num_blocks} blocks")
+    return pages.unflatten(0, (num_blocks, -1))
 
 
 def slots_of(block: int, block_size: int, device: torch.device) -> Tensor:
@@ -117,27 +65,14 @@ def slots_of(block: int, block_size: int, device: torch.device) -> Tensor:
     return torch.arange(block * block_size, (block + 1) * block_size, device=device)
 
 
-def _written(view: Tensor, blocks: Sequence[int]) -> list[int]:
-    return [block for block in blocks if (view[block] != 0).any()]
-
-
-def clear(views: Sequence[Tensor], blocks: Sequence[int]) -> None:
-    """Set all of some blocks to zero. `views` are pages as [blocks, …]."""
-    for view in views:
-        for block in blocks:
-            view[block].zero_()
-
-
 @contextmanager
-def restored(views: list[Tensor], blocks: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Put back what some blocks held. `views` are pages as [blocks, …]."""
-    before = [[view[block].clone() for block in blocks] for view in views]
+def restored(view: Tensor, blocks: list[int]) -> Iterator[None]:
+    """Put back what some blocks of a view [blocks, …] held."""
+    before = view[blocks]
     try:
-        yield views
+        yield
     finally:
-        for view, contents in zip(views, before, strict=True):
-            for block, content in zip(blocks, contents, strict=True):
-                view[block].copy_(content)
+        view[blocks] = before
 
 
 @contextmanager
@@ -232,14 +167,13 @@ class NumberFormat:
 class BlockLayout:
     """The places of keys and values in the blocks of a layer, and the format of their numbers."""
 
-    axis: BlockAxis
     numbers: NumberFormat
     keys: Places
     values: Places
 
     def read(self, layer: KVLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys (rotated) and values of `blocks`, each [blocks, block_size, kv_heads, head_dim]."""
-        rows = self.axis.blocks(layer.codes)[blocks].reshape(len(blocks), -1)
+        rows = layer.blocks[blocks].reshape(len(blocks), -1)
         of_keys, of_values = self.scales(layer)
         keys = self.numbers.decoded(self.keys.read(rows), of_keys, layer.dtype)
         return keys, self.numbers.decoded(self.values.read(rows), of_values, layer.dtype)
@@ -262,28 +196,27 @@ class BlockLayout:
         return layer.scales if self.numbers.float8 else (1.0, 1.0)
 
 
-def find_layouts(layers: Sequence[KVLayer], num_blocks: int, block_size: int) -> list[BlockLayout]:
-    """Find the layout of each layer's blocks.
+def find_layouts(layers: Sequence[KVLayer], block_size: int) -> list[BlockLayout]:
+    """Find the layout of each layer's blocks, by the first two and the last one.
 
     Raises `LayoutUnknown` where a layer does not keep keys and values in places, and in a format, that it finds.
     """
     if len({layer.pages.data_ptr() for layer in layers}) < len(layers):
         raise _unknown(layers[0], "a layer has no KV of its own: it shares another's")
-    probed, found = probed_blocks(num_blocks), list[BlockLayout]()
+    found = list[BlockLayout]()
     for layer in layers:
-        axis = find_block_axis(layer, num_blocks, block_size)
-        view = axis.blocks(layer.codes)
-        with restored([view], probed), own_errors(layer):
+        view, probed = layer.blocks, sorted({0, 1, layer.num_blocks - 1})
+        with restored(view, probed), own_errors(layer):
             slots = torch.cat([slots_of(block, block_size, view.device) for block in probed])
             if found:  # a layer may have the layout of the one before it
                 last, is_byte = found[-1], layer.pages.itemsize == 1
-                is_alike = last.axis == axis and last.keys.index.shape[1:] == layer.shape
+                is_alike = last.keys.index.shape[1:] == layer.shape
                 if is_alike and is_byte == bool(last.numbers.float8) and _is_right(layer, last, slots):
                     found.append(last)
                     continue
             for numbers in _formats(layer):
                 if (index := _index(layer, numbers, view, probed, block_size)) is not None:
-                    found.append(BlockLayout(axis, numbers, *map(Places.of, index)))
+                    found.append(BlockLayout(numbers, *map(Places.of, index)))
                     break
             else:
                 raise _unknown(layer, "the backend does not keep keys and values as given")
@@ -326,7 +259,7 @@ def _index(
     found, power = torch.zeros(len(probed), view[0].numel(), dtype=torch.int64, device=view.device), 1
     is_used = None
     while power < count or power == 1:
-        clear([view], probed)
+        view[probed] = 0
         digits = (ordinals // power % base + 1).view(shape)
         keys, values = (
             numbers.writable((one * scale).to(layer.dtype), scale) for one, scale in zip(digits, scales, strict=True)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import vllm
 from vllm.config import VllmConfig
@@ -20,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, Sliding
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.entry_point import version_refusal
 from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, groups_of, hash_size_of
-from kedge.integrations.vllm.plugin.pages import WINDOWED, layers_refusal
+from kedge.integrations.vllm.plugin.pages import WINDOWED
 from kedge.integrations.vllm.plugin.scheduler import StepScheduler
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.spec import mixed_layers, ropes, translation_refusal
@@ -52,8 +51,7 @@ def speculation_refusal(config: VllmConfig) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
+class Features(NamedTuple):
     """The parts of the plug-in: None for one that is on, else the reason why it is off."""
 
     eviction: str | None
@@ -65,8 +63,8 @@ class Features:
 
     def log(self) -> None:
         """Log one line for each part that is off."""
-        for name in ("eviction", "host", "translation"):
-            if reason := getattr(self, name):
+        for name, reason in self._asdict().items():
+            if reason:
                 level = logging.INFO if reason == NOT_CONFIGURED else logging.WARNING
                 logger.log(level, "kedge: %s is off: %s", name, reason)
 
@@ -75,8 +73,10 @@ def find_features(config: VllmConfig, kv_cache: KVCacheConfig, host_blocks: int)
     """Return which parts can be on. Scheduler and workers find the same."""
     unknown = version_refusal(vllm.__version__)
     eviction = unknown or (None if config.cache_config.enable_prefix_caching else "prefix caching is off")
-    host = (eviction or _host_refusal(config, kv_cache)) if host_blocks else NOT_CONFIGURED
-    translation = unknown or _groups_refusal(config, kv_cache) or _model_refusal(config) or lanes_refusal(config)
+    if getattr(config, "num_hash_lookahead_tokens", 0):  # since 0.33
+        unknown = unknown or "hashes are of a block and tokens behind it"
+    host = (eviction or unknown or _host_refusal(config, kv_cache)) if host_blocks else NOT_CONFIGURED
+    translation = unknown or _groups_refusal(config, kv_cache) or _model_refusal(config)
     return Features(eviction, host, translation)
 
 
@@ -100,8 +100,6 @@ def cache_groups(config: VllmConfig, kv_cache: KVCacheConfig) -> CacheGroups:
 
 def _host_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
     """Refuse groups of which it is not known what a hit needs."""
-    if getattr(config, "num_hash_lookahead_tokens", 0):  # since 0.33
-        return "hashes are of a block and tokens behind it"
     try:
         groups_of(config, kv_cache)
     except LayoutUnknown as refusal:
@@ -124,28 +122,9 @@ def _groups_refusal(config: VllmConfig, kv_cache: KVCacheConfig) -> str | None:
         return f"its KV is a {type(spec).__name__}, not full attention"
     if (hashed := hash_size_of(config, kv_cache)) != spec.block_size:
         return f"hashes are of {hashed} tokens, blocks of {spec.block_size}"
-    if getattr(config, "num_hash_lookahead_tokens", 0):
-        return "hashes are of a block and tokens behind it"
     if spec.attention_chunk_size:
         return "attention in chunks"
     return "sliding-window attention" if spec.sliding_window and not is_windowed else None
-
-
-def lanes_refusal(config: VllmConfig) -> str | None:
-    """Return the reason why nothing is computed by lanes, without which nothing is translated, or None."""
-    if config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe:
-        return "data parallelism: replicas with experts in common run no pass alone"
-    if not _has_own_scheduler(config):
-        return f"--scheduler-cls is not {SCHEDULER}"
-    if config.parallel_config.use_ubatching:
-        return "microbatching: a part of a pass does not see what another part writes"
-    return None
-
-
-def _has_own_scheduler(config: VllmConfig) -> bool:
-    chosen: Any = config.scheduler_config.get_scheduler_cls()
-    is_own = isinstance(chosen, type) and issubclass(chosen, StepScheduler)
-    return is_own or f"{chosen.__module__}.{chosen.__qualname__}" == SCHEDULER
 
 
 def backends_refusal(backends: Iterable[Any]) -> str | None:
@@ -157,6 +136,7 @@ def backends_refusal(backends: Iterable[Any]) -> str | None:
 
 
 def _model_refusal(config: VllmConfig) -> str | None:
+    """Refuse to translate what is not known well enough, and where nothing is computed by lanes."""
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     if transfer and transfer.kv_load_failure_policy != "fail":  # vLLM's issue 49250
         return "kv_load_failure_policy must be 'fail': with 'recompute' vLLM gives wrong answers"
@@ -173,4 +153,12 @@ def _model_refusal(config: VllmConfig) -> str | None:
     if config.model_config.uses_mrope:
         return "M-RoPE: a position is not one number"
     text = config.model_config.hf_text_config
-    return translation_refusal(text) or layers_refusal(text)
+    if reason := translation_refusal(text) or (None if text.model_type in WINDOWED else mixed_layers(text)):
+        return reason
+    if parallel.data_parallel_size > 1 and config.model_config.is_moe:
+        return "data parallelism: replicas with experts in common run no pass alone"
+    chosen: Any = config.scheduler_config.get_scheduler_cls()
+    is_own = isinstance(chosen, type) and issubclass(chosen, StepScheduler)
+    if not (is_own or f"{chosen.__module__}.{chosen.__qualname__}" == SCHEDULER):
+        return f"--scheduler-cls is not {SCHEDULER}"
+    return "microbatching: a part of a pass does not see what another part writes" if parallel.use_ubatching else None

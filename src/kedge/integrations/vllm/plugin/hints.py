@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, Field, NonNegativeInt, PlainValidator, StrictBool, TypeAdapter
 
 from kedge.guard import GuardMode, GuardOrders
 from kedge.hints.actions import ActionOutcome, ActionResult
@@ -96,11 +98,13 @@ def read_hints(
         ignored += 1
     get = given.get
     is_plain = not given.keys() & {"reuse", "segments"}  # its client says nothing of its prompt and of reuse
+    namespace = namespace_of(salt)
     request = GenerateRequest(
-        get("segments") or _unnamed(tokens),
+        get("segments") or (Segment(tokens, "p0"),),
         reuse=get("reuse") or reuse,
         request_id=RequestId(request_id),
-        **_place(salt),
+        tenant=namespace.tenant,
+        partition=namespace.partition,
         client=ClientId(get("client", "")),
         workflow=WorkflowId(get("workflow", "")),
         run=RunId(get("run", "")),
@@ -119,23 +123,6 @@ def read_hints(
         actions=get("actions", ()),
         ignored=ignored,
     )
-
-
-def plain_request(request_id: str, prompt: Sequence[int], salt: str | None, reuse: ReuseMode) -> GenerateRequest:
-    """Return a request without hints; the arguments are those of `read_hints`."""
-    unnamed, own_id = _unnamed(tuple(prompt)), RequestId(request_id)
-    return GenerateRequest(unnamed, reuse=reuse, request_id=own_id, **_place(salt), is_plain=True)
-
-
-def _unnamed(tokens: Tokens) -> tuple[Segment, ...]:
-    """Return a prompt without given segments as a single one."""
-    return (Segment(tokens, "p0"),)
-
-
-def _place(salt: str | None) -> dict[str, Any]:
-    """Return where a request's KV is kept, as arguments of `GenerateRequest`."""
-    namespace = namespace_of(salt)
-    return {"tenant": namespace.tenant, "partition": namespace.partition}
 
 
 def namespace_of(salt: str | None) -> Namespace:
@@ -158,19 +145,6 @@ def _sample(value: Any) -> SampleId | None:
     return SampleId.parse(read_text(value))
 
 
-def _rung(value: Any) -> int:
-    number = read_whole(value)
-    if number >= len(RUNGS):
-        raise ValueError
-    return number
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError
-    return value
-
-
 def _actions(value: Any) -> tuple[Mapping[str, str], ...]:
     """Read outcomes of actions, as `kedge.hints` gives them."""
     if not isinstance(value, list | tuple) or len(value) > MAX_EXPECTED:
@@ -189,45 +163,32 @@ def without_hints(sampling: Any) -> Any:
     return sampling
 
 
-def _segments(tokens: Tokens, value: Any) -> tuple[Segment, ...] | None:
-    """Read a list of objects with `name`, `length`, `sample`, `base_context`, `in_context` and `placeholder_text`.
+class SegmentHint(BaseModel, strict=True):
+    """A part of a prompt in the hint `segments`."""
 
-    Their lengths must sum to the prompt's.
-    """
-    if not isinstance(value, list | tuple):
-        raise ValueError
-    segments, start = [], 0
-    for one in value:
-        segments.append(_segment(one, tokens, start))
-        start += len(segments[-1].tokens)
+    name: Annotated[str, PlainValidator(read_text)]
+    length: NonNegativeInt
+    sample: Annotated[SampleId, PlainValidator(_sample)] | None = None
+    base_context: list[NonNegativeInt] = []
+    in_context: bool = False
+    placeholder_text: list[NonNegativeInt] = []
+
+
+def _segments(tokens: Tokens, value: Any) -> tuple[Segment, ...] | None:
+    """Read a list of `SegmentHint`, whose lengths must sum to the prompt's."""
+    segments, start = list[Segment](), 0
+    for one in TypeAdapter(list[SegmentHint]).validate_python(value):
+        text, context = tuple(one.placeholder_text), tuple(one.base_context)
+        part = tokens[start : start + one.length]
+        segments.append(Segment(part, one.name, one.sample, context, text, in_context=one.in_context))
+        start += one.length
     if start != len(tokens):
         raise ValueError
     return tuple(segments)
 
 
-def _segment(value: Any, tokens: Tokens, start: int) -> Segment:
-    if not isinstance(value, Mapping):
-        raise ValueError
-    length = read_whole(value.get("length")) or 0
-    if start + length > len(tokens):
-        raise ValueError
-    sample = value.get("sample")
-    return Segment(
-        tokens[start : start + length],
-        read_text(value.get("name")),
-        None if sample is None else _sample(sample),
-        _tokens(value.get("base_context", ())),
-        _tokens(value.get("placeholder_text", ())),
-        in_context=_flag(value.get("in_context", False)),
-    )
-
-
-def _tokens(value: Any) -> Tokens:
-    if not isinstance(value, list | tuple) or (value and (set(map(type, value)) != {int} or min(value) < 0)):
-        raise ValueError
-    return tuple(value)
-
-
+_flag = TypeAdapter(StrictBool).validate_python
+_rung = TypeAdapter(Annotated[int, Field(strict=True, ge=0, lt=len(RUNGS))]).validate_python
 KNOWN: Mapping[str, Callable[[Any], Any]] = {
     **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},
     **{"reuse": ReuseMode, "guard": GuardMode, "fidelity": read_fidelity},
@@ -252,24 +213,20 @@ def request_hints(request: GenerateRequest) -> dict[str, Any]:
         "agent": short(request.agent),
         "produces": short(str(request.produces or "")),
         "fixed_tokens": _fixed(request),
-        "segments": segment_hints(request) if has_segments else None,
+        "segments": [_of_segment(one) for one in request.segments] if has_segments else None,
     }
     return _given(hints) | turn_hints(request.turn) | guard_hints(request.guard)
 
 
-def segment_hints(request: GenerateRequest) -> list[dict[str, Any]]:
-    """Return a request's segments as the hint `segments`."""
-    return [
-        {
-            "name": segment.name,
-            "length": len(segment.tokens),
-            "sample": None if segment.sample is None else short(str(segment.sample)),
-            "base_context": list(segment.base_context),
-            "in_context": segment.in_context,
-            "placeholder_text": list(segment.placeholder_text),
-        }
-        for segment in request.segments
-    ]
+def _of_segment(segment: Segment) -> dict[str, Any]:
+    return {
+        "name": segment.name,
+        "length": len(segment.tokens),
+        "sample": None if segment.sample is None else short(str(segment.sample)),
+        "base_context": list(segment.base_context),
+        "in_context": segment.in_context,
+        "placeholder_text": list(segment.placeholder_text),
+    }
 
 
 def _fixed(request: GenerateRequest) -> int | None:
@@ -353,17 +310,11 @@ async def tell(engine_core: Any, message: Message) -> list[ActionOutcome] | None
     """Send a message to every engine of vLLM's client, and return what becomes of its hints; None: that was not
     reported. Raises as `ask` does.
     """
-    found = await ask(engine_core, "tell", [message])
-    return _best(map(ActionOutcome.from_dict, outcomes) for (outcomes,) in found) if found else None
-
-
-def _best(answers: Iterable[Iterable[ActionOutcome]]) -> list[ActionOutcome]:
-    best: dict[tuple[str, str], ActionOutcome] = {}
-    for one in (one for outcomes in answers for one in outcomes):
-        known = best.setdefault((one.action_id, one.session), one)
-        if BEST_FIRST.index(one.outcome) < BEST_FIRST.index(known.outcome):
-            best[one.action_id, one.session] = one
-    return list(best.values())
+    found, best = await ask(engine_core, "tell", [message]), dict[tuple[str, str], ActionOutcome]()
+    for one in (ActionOutcome.from_dict(given) for (outcomes,) in found for given in outcomes):
+        key = one.action_id, one.session
+        best[key] = min(best.get(key, one), one, key=lambda either: BEST_FIRST.index(either.outcome))
+    return list(best.values()) if found else None
 
 
 def _given(hints: dict[str, Any]) -> dict[str, Any]:

@@ -59,29 +59,24 @@ class HeldBlocks:
     them.
     """
 
+    pool: BlockPool
+    """The device's, set once vLLM has one"""
+
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._ids = itertools.count()
         self._held: dict[int, tuple[int, list[KVCacheBlock]]] = {}
-        self.pool: BlockPool | None = None
 
     def __len__(self) -> int:
         return len(self._held)
 
     def hold(self, block_ids: Sequence[int]) -> int:
         """Hold blocks. Returns the id of their capture."""
-        assert self.pool is not None
         blocks = [self.pool.blocks[block_id] for block_id in block_ids]
         self.pool.touch(blocks)
         capture_id = next(self._ids)
         self._held[capture_id] = (0, blocks)
         return capture_id
-
-    @property
-    def free_blocks(self) -> int:
-        """Number of blocks that nothing holds."""
-        assert self.pool is not None
-        return self.pool.get_num_free_blocks()
 
     def blocks_of(self, capture_id: int) -> list[int]:
         """Return the ids of the blocks of a capture, in their order."""
@@ -91,7 +86,6 @@ class HeldBlocks:
         """Hold at least `count` blocks for a capture. Returns False where fewer than `spare` would be left free."""
         blocks = self._held[capture_id][1]
         missing = max(0, count - len(blocks))
-        assert self.pool is not None
         if missing and missing + spare > self.pool.get_num_free_blocks():
             return False
         blocks.extend(self.pool.get_new_blocks(missing) if missing else ())
@@ -119,7 +113,6 @@ class HeldBlocks:
     def free(self, capture_id: int) -> None:
         """Free the blocks of a capture."""
         _, blocks = self._held.pop(capture_id)
-        assert self.pool is not None
         self.pool.free_blocks(reversed(blocks))
 
 
@@ -134,9 +127,6 @@ class PassLimits(NamedTuple):
     def can_compute(self, tokens: Tokens) -> bool:
         """Return whether a lane can compute these tokens."""
         return 0 < len(tokens) < self.limit and max(tokens) < self.vocabulary
-
-
-NO_MODEL = PassLimits(0, 0, 1)
 
 
 def answer_of(request: Request) -> Tokens:
@@ -165,20 +155,20 @@ class HeldJob:
 
 
 class HeldJobs:
-    """The base prefills of one scheduler, and the ends of its answers. Before `open`, nothing of either is computed."""
+    """The base prefills of one scheduler, and the ends of its answers."""
+
+    model: PassLimits
+    """Set once lanes are granted: nothing comes before"""
 
     def __init__(self, held: HeldBlocks, order: Callable[[Capture], None]) -> None:
         """`order` takes the captures for the step that is being scheduled, or for the next one."""
-        self._held, self._order, self._model = held, order, NO_MODEL
+        self._held, self._order = held, order
         self.granted: list[HeldLane] = []
         """The lanes of this step"""
         self._jobs: list[HeldJob] = []
         """Those that were asked for longest ago first"""
-        self._counts: Counter[str] = Counter()
-
-    def open(self, model: PassLimits) -> None:
-        """Compute ends of answers and base prefills from now on."""
-        self._model = model
+        self.counts: Counter[str] = Counter()
+        """Of base prefills since the start, by the names of `metrics.COUNTERS`"""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -198,10 +188,6 @@ class HeldJobs:
         """Whether a request waits for one of them."""
         return any(job.is_awaited for job in self._jobs)
 
-    def counters(self) -> Counter[str]:
-        """Return the counts of base prefills since the start by the names of `metrics.COUNTERS`."""
-        return self._counts
-
     # what is to be computed -----------------------------------------------------------------------------------
 
     def add_answer(self, asked: GenerateRequest, ended: Request, block_ids: list[int]) -> None:
@@ -209,7 +195,7 @@ class HeldJobs:
         answer, prompt = answer_of(ended), ended.prompt_token_ids or ()
         known = min(max(0, ended.num_computed_tokens - ended.num_prompt_tokens), len(answer))
         tokens = (*prompt, *answer)
-        may_end = known < len(answer) and ended.status in COMPLETE and self._model.can_compute(tokens)
+        may_end = known < len(answer) and ended.status in COMPLETE and self.model.can_compute(tokens)
         if not block_ids or not (known or may_end):
             return
         job = HeldJob(asked, tokens, self._held.hold(block_ids), len(prompt) + known, answer)
@@ -222,12 +208,12 @@ class HeldJobs:
         """Queue a base prefill, unless the model cannot compute it. Of those that have not begun and that no request
         waits for, `MAX_PENDING` at most wait.
         """
-        if not self._model.can_compute(tokens):
+        if not self.model.can_compute(tokens):
             return
         if job := self._find(namespace, tokens):
             self._jobs.remove(job)
         else:
-            self._counts[QUEUED] += 1
+            self.counts[QUEUED] += 1
             request = GenerateRequest((Segment(tokens, "p0"),), tenant=namespace.tenant, partition=namespace.partition)
             job = HeldJob(request, tokens, self._held.hold([]))
         self._jobs.append(job)
@@ -268,7 +254,7 @@ class HeldJobs:
         """
         bases = [job for job in self._jobs if not job.answer]
         begun = [job for job in bases if self._has_begun(job)]
-        if self._held.free_blocks < spare:
+        if self._held.pool.get_num_free_blocks() < spare:
             self._drop(*begun)
             bases, begun = [job for job in bases if job not in begun], []
         awaited = [job for job in bases if job.is_awaited]
@@ -305,7 +291,7 @@ class HeldJobs:
         job.computed = span.stop
         if span.stop == len(job.tokens):
             self._jobs.remove(job)
-            self._counts[DONE] += not job.answer
+            self.counts[DONE] += not job.answer
             self._capture(job)
 
     def _capture(self, job: HeldJob) -> None:
@@ -321,7 +307,7 @@ class HeldJobs:
         self._order(Capture(request, tuple(self._held.blocks_of(job.capture_id)), job.capture_id, answer))
 
     def _blocks(self, tokens: Tokens) -> int:
-        return -(-len(tokens) // self._model.block_size)
+        return -(-len(tokens) // self.model.block_size)
 
     # what is given up -----------------------------------------------------------------------------------------
 
@@ -329,7 +315,7 @@ class HeldJobs:
         """Give jobs up. A request that needs a base prefill asks again; of an answer what is there is captured."""
         for job in jobs:
             self._jobs.remove(job)
-            self._counts[DROPPED] += not job.answer
+            self.counts[DROPPED] += not job.answer
             if self._has_begun(job):
                 self._capture(job)
             else:
@@ -341,7 +327,7 @@ class HeldJobs:
 
     def give_up(self) -> None:
         """Forget all jobs. The blocks that they hold are freed by the caller."""
-        self._counts[DROPPED] += sum(not job.answer for job in self._jobs)
+        self.counts[DROPPED] += sum(not job.answer for job in self._jobs)
         self._jobs.clear()
 
 
@@ -359,8 +345,7 @@ class LaneGrants:
 
     def open(self, hold_back: Callable[[], None], model: PassLimits) -> None:
         """Let requests and jobs have lanes. `hold_back` ends the admissions of the step under way."""
-        self.is_open, self._hold_back = True, hold_back
-        self.jobs.open(model)
+        self.is_open, self._hold_back, self.jobs.model = True, hold_back, model
 
     @property
     def is_wanted(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,6 @@ from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import Backlog
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import BaseNeed, ReadKV, Runtime
-from kedge.settings import QuotaSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
     GenerateRequest,
@@ -110,60 +109,26 @@ class PlannedWrite:
     """Time that all this took"""
 
 
-class PlannedWrites:
-    """The planned writes of one rank, until their requests are admitted."""
-
-    def __init__(self, pages: Pages, costs: EngineCosts) -> None:
-        """`costs` observes what translations take."""
-        self._pages, self._costs, self._translate_into = pages, costs, translate_into(pages)
-        self._planned: dict[RequestId, PlannedWrite] = {}
-        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict()
-        """The plans of prompts in which something is translated, until they are captured"""
-
-    def __len__(self) -> int:
-        return len(self._planned)
-
-    def put(self, request_id: RequestId, planned: PlannedWrite) -> None:
-        """Keep what is planned for a request."""
-        self._planned[request_id] = planned
-
-    def drop(self, request_id: RequestId) -> None:
-        """Forget what is planned for a request, if anything is."""
-        self._planned.pop(request_id, None)
-        self._written.pop(request_id, None)
-
-    def take_written(self, request_id: RequestId) -> ReusePlan | None:
-        """Return the plan by which parts of a captured prompt were translated; None: all of it was computed."""
-        return self._written.pop(request_id, None)
-
-    def write(self, order: TranslationWrite) -> None:
-        """Write the KV that was planned for a request. Raises `KeyError` for a request without any."""
-        began = time.monotonic()
-        planned, table = self._planned.pop(order.request_id), self._pages.table(order.blocks, only=order.spans)
-        start, stop = order.spans[0].start, order.spans[-1].stop
-        if planned.head is not None and start < planned.head.tokens:
-            self._pages.write(table, start, planned.head.slice(start, min(stop, planned.head.tokens)), None)
-        found = (one.within(start, stop) for one in planned.plan.translations)
-        parts = [part for part in found if part is not None]
-        self._translate_into(table, parts)
-        self._written[order.request_id] = planned.plan
-        # a request that is asked about begins a step later, which counts as the smallest of passes
-        taken = self._costs.pass_seconds(1, 1) + planned.seconds + time.monotonic() - began
-        self._costs.observe_translation(len(parts), sum(part.tokens for part in parts), taken)
-
-
 class Learner:
     """The `Runtime` of one rank. Between a favourable verdict and its write nothing is learned, so plans stay valid."""
 
     def __init__(self, pages: Pages, settings: PluginSettings, costs: EngineCosts) -> None:
         """`costs` says what is worth translating."""
-        self._bases = BaseStore(settings.anchors.max_base_bytes)
-        self.learned = limited(AnchorStore(settings.anchors), settings.quotas), self._bases
+        anchors, self._bases = AnchorStore(settings.anchors), BaseStore(settings.anchors.max_base_bytes)
+        for tenant, quota in settings.quotas.items():
+            if tenant == OTHERS:
+                anchors.limit_others(quota.anchor_bytes)
+            else:
+                anchors.limit(TenantId(tenant), quota.anchor_bytes)
+        self.learned = anchors, self._bases
         """All anchors and all base KV"""
         self._runtime = Runtime(*self.learned, settings.planner, None, costs)
-        self.pages = pages
+        self.pages, self._costs, self._translate_into = pages, costs, translate_into(pages)
         self.expected = DraftedPrompts(self._runtime, self._known)
-        self.writes = PlannedWrites(pages, costs)
+        self.planned: dict[RequestId, PlannedWrite] = {}
+        """Of requests that are not admitted yet"""
+        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict()
+        """The plans of prompts in which something is translated, until they are captured"""
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict()
         self._harvests: BoundedDict[RequestId, None] = BoundedDict()
         """Requests that are learned from once they are captured: others leave only base KV"""
@@ -228,7 +193,7 @@ class Learner:
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             return TranslationVerdict((range(request.prompt_tokens),), plan.misses, wanted)
         seconds += time.monotonic() - began
-        self.writes.put(request.request_id, PlannedWrite(plan, head, seconds))
+        self.planned[request.request_id] = PlannedWrite(plan, head, seconds)
         return TranslationVerdict(holes, plan.misses, wanted, ready=ready)
 
     def _note_harvest(self, request: GenerateRequest, *, wanted: bool) -> None:
@@ -237,6 +202,26 @@ class Learner:
             self._harvests[request.request_id] = None
 
     # around a pass ----------------------------------------------------------------------------------------------
+
+    def write(self, order: TranslationWrite) -> None:
+        """Write the KV that was planned for a request. Raises `KeyError` for a request without any."""
+        began = time.monotonic()
+        planned, table = self.planned.pop(order.request_id), self.pages.table(order.blocks, only=order.spans)
+        start, stop = order.spans[0].start, order.spans[-1].stop
+        if planned.head is not None and start < planned.head.tokens:
+            self.pages.write(table, start, planned.head.slice(start, min(stop, planned.head.tokens)), None)
+        found = (one.within(start, stop) for one in planned.plan.translations)
+        parts = [part for part in found if part is not None]
+        self._translate_into(table, parts)
+        self._written[order.request_id] = planned.plan
+        # a request that is asked about begins a step later, which counts as the smallest of passes
+        taken = self._costs.pass_seconds(1, 1) + planned.seconds + time.monotonic() - began
+        self._costs.observe_translation(len(parts), sum(part.tokens for part in parts), taken)
+
+    def drop(self, request_id: RequestId) -> None:
+        """Forget what is planned for a request, if anything is."""
+        self.planned.pop(request_id, None)
+        self._written.pop(request_id, None)
 
     def capture(self, order: Capture) -> None:
         """Read the KV of a response after its pass, or what others need of a prompt: all of it where it is learned
@@ -250,9 +235,9 @@ class Learner:
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:
                 cut.keep(self.pages.read(table, cut.start, cut.stop))
-        elif self.rotation.refusal in (None, UNCHECKED) and any(one.is_placeholder for one in request.segments):
+        elif self.rotation.refusal in (None, UNCHECKED) and request.wants_translation:
             read: ReadKV = partial(self.pages.read, table)
-            plan = self.writes.take_written(request.request_id)
+            plan = self._written.pop(request.request_id, None)
             if plan is None and not self.rotation.is_checked:
                 self.rotation.check(request.tokens, read(0, request.prompt_tokens))
             first = request.segments[0]
@@ -281,7 +266,7 @@ class Learner:
             return False
         if self.expected.prepare():
             return True
-        if self.writes:
+        if self.planned:
             return False
         self.is_at_rest = not self.captured.step()
         return not self.is_at_rest
@@ -301,13 +286,3 @@ class Learner:
         self.expected.clear()
         self._runtime.clear()
         self.captured.clear()
-
-
-def limited(anchors: AnchorStore, quotas: Mapping[str, QuotaSettings]) -> AnchorStore:
-    """Return a store that keeps tenants to their quotas."""
-    for tenant, quota in quotas.items():
-        if tenant == OTHERS:
-            anchors.limit_others(quota.anchor_bytes)
-        else:
-            anchors.limit(TenantId(tenant), quota.anchor_bytes)
-    return anchors

@@ -18,15 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer
+from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer, blocks_of
 from kedge.kv.rotary import Rotary, Rotation, by_layer
 from kedge.kv.segment import KVSegment
-from kedge.kv.spec import mixed_layers
 from kedge.kv.storage import KernelSlots, SlotTable, add_offsets, has_kernels, kernel_slots
 from kedge.types import Tokens
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
     from vllm.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -46,7 +44,7 @@ class Pages:
         if len(shapes) > 1:
             raise LayoutUnknown("layers", sorted(map(tuple, shapes)), "the layers' KV must have one shape")
         self._device, self._dtype = layers[0].pages.device, layers[0].dtype
-        self._blocks = len(layouts[0].axis.blocks(layers[0].pages))
+        self._blocks = layers[0].num_blocks
         self.kernel_slots = slots_for_kernels(layers, layouts, rotary) if has_kernels(self._device) else None
         """The slots for kernels, which take their tables on the device; None where all is done layer by layer"""
 
@@ -134,7 +132,7 @@ def slots_for_kernels(
     layers: Sequence[KVLayer], layouts: Sequence[BlockLayout], rotary: Rotation
 ) -> KernelSlots | None:
     """Return the slots of pages for kernels; None where these do not know the layout, the format or the rotation."""
-    blocks = [layout.axis.blocks(layer.pages) for layer, layout in zip(layers, layouts, strict=True)]
+    blocks = [blocks_of(layer.pages, layer.num_blocks) for layer in layers]
     places = [layout.in_memory(block[0]) for layout, block in zip(layouts, blocks, strict=True)]
     (kept, computed, of_block), *others = {
         (one.pages.dtype, one.dtype, block.stride(0)) for one, block in zip(layers, blocks, strict=True)
@@ -190,11 +188,6 @@ def rotation_error(tokens: Sequence[int], first_layer: Tensor) -> float | None:
         first_layer[torch.tensor(side, device=first_layer.device)].float() for side in zip(*repeated, strict=True)
     )
     return float((one - other).norm() / one.norm().clamp_min(1e-30))
-
-
-def layers_refusal(text: PretrainedConfig) -> str | None:
-    """Return how a model's layers differ where it is not known how they rotate keys, else None."""
-    return None if text.model_type in WINDOWED else mixed_layers(text)
 
 
 def rotation_of(config: ModelConfig, layers: Sequence[int], device: torch.device) -> Rotation:

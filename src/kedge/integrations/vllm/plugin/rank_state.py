@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from kedge.engine.common.state.files import identity_of
+from kedge.engine.common.state.snapshot import AskLearned, EngineState
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
+from kedge.reuse.guard.guard import QualityGuard
 from kedge.settings import AnchorSettings
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES, SAMPLE_BYTES = 1024, 4096
-"""Evenly spaced samples of every file of weights, and the size of one: a smaller file is read whole"""
+"""Evenly spaced samples of every file of weights, and the size of one"""
 _CHANCE = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_version"})
 """Config entries that do not identify the model"""
 
@@ -33,6 +35,23 @@ def rank_folder(state: Path, config: VllmConfig) -> Path:
     """Return the folder of this rank's part of saved state: each replica and each of its ranks has its own."""
     replica = config.parallel_config.data_parallel_index
     return state.absolute() / f"replica-{replica}" / f"rank-{get_tensor_model_parallel_rank()}"
+
+
+def open_state(
+    folder: Path,
+    config: VllmConfig,
+    anchors: AnchorSettings,
+    like: KVSegment | None = None,
+    ask: AskLearned | None = None,
+    guard: QualityGuard | None = None,
+) -> EngineState:
+    """Open a folder for what this rank has learned, KV as `like`, or for the records of a guard. Raises `ConfigError`
+    where it cannot be used, or the model's files are not on this machine.
+    """
+    try:
+        return EngineState(folder, identity(config, anchors, like), like, ask, values=True, guard=guard)
+    except OSError as error:
+        raise ConfigError("state", str(folder), f"cannot be used: {error}") from error
 
 
 def identity(config: VllmConfig, anchors: AnchorSettings, like: KVSegment | None = None) -> str:
@@ -73,12 +92,9 @@ def model_digest(config: VllmConfig) -> str:
 
 
 def samples(file: Path) -> Iterator[bytes]:
-    """Yield bytes of a file: all of a small one, else `SAMPLES` evenly spaced pieces, with the first and the last."""
-    last = file.stat().st_size - SAMPLE_BYTES
+    """Yield `SAMPLES` evenly spaced pieces of a file, from the first to the last: of a small one they have all."""
+    last = max(0, file.stat().st_size - SAMPLE_BYTES)
     with file.open("rb") as opened:
-        if last < SAMPLES * SAMPLE_BYTES:
-            yield opened.read()
-            return
         for number in range(SAMPLES):
             opened.seek(last * number // (SAMPLES - 1))
             yield opened.read(SAMPLE_BYTES)

@@ -5,7 +5,7 @@ And the messages between the scheduler and the workers, one each way per step: p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,13 @@ from kedge.cache import Copied, Copy
 from kedge.integrations.vllm.plugin.hints import HintedRequest
 from kedge.policies.sessions import SessionKey, Turn
 from kedge.reuse.holes import Holes, between, clipped, joined, merged_to
-from kedge.types import GenerateRequest, Miss, Receipt, RequestId, ReuseMode, RunKey, Source, Span, Tokens
+from kedge.types import GenerateRequest, Miss, Receipt, RequestId, RunKey, Source, Span, Tokens
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kedge.integrations.vllm.plugin.host_tier import BlockTransfer
 
-CacheBlocks = Callable[["Request", int], None]
 MAX_LANES = 32
 """Lanes of one request, each of which takes a row of the batch; of more holes the nearest are joined."""
 NEAR = 4
@@ -95,17 +94,9 @@ class LiveRequest:
         return self.turn.session if self.turn else None
 
     @property
-    def may_learn(self) -> bool:
-        return self.hinted is not None and self.asked.reuse is ReuseMode.TRANSLATE and self.refusal is None
-
-    @property
-    def has_placeholders(self) -> bool:
-        return self.hinted is not None and any(one.is_placeholder for one in self.asked.segments)
-
-    @property
     def is_asked_about(self) -> bool:
         """Whether the workers are asked what of it can be translated."""
-        return self.may_learn and self.has_placeholders
+        return self.hinted is not None and self.asked.wants_translation and self.refusal is None
 
     def take_verdict(self, verdict: TranslationVerdict) -> None:
         """Take the workers' verdict; the holes are merged to what `MAX_LANES` lanes can compute."""
@@ -130,25 +121,14 @@ class LiveRequest:
         self.written = between(self.planned, computed)
         return self.planned[-1].start - computed if self.written else 0
 
-    def cache_blocks(self, give: CacheBlocks, num_computed_tokens: int) -> None:
-        """Let vLLM hash the blocks before the first translated token only: what follows is not exact."""
-        exact = self.written[0].start if self.written else num_computed_tokens
-        give(self.request, min(num_computed_tokens, exact))
-
-    @property
-    def outcome(self) -> tuple[tuple[Miss, ...], int]:
-        """Why tokens were not translated, and how many leading ones were looked up before the request arrived."""
-        if not (self.has_placeholders and self.asked.reuse is ReuseMode.TRANSLATE):
-            return (), 0
-        if self.refusal:
-            return (Miss("*", self.refusal),), 0
-        return (self.verdict.misses, self.verdict.ready) if self.verdict else ((), 0)
-
     def receipt(self) -> Receipt:
         """Return the receipt of a request with hints."""
-        asked, (misses, ready) = self.asked, self.outcome
-        preassembled = ready if self.translated else 0
-        return Receipt(asked.request_id, asked.reuse, self._spans(), misses, preassembled=preassembled)
+        asked, misses, ready = self.asked, tuple[Miss, ...](), 0
+        if asked.wants_translation and self.refusal:
+            misses = (Miss("*", self.refusal),)
+        elif asked.wants_translation and self.verdict:
+            misses, ready = self.verdict.misses, self.verdict.ready if self.translated else 0
+        return Receipt(asked.request_id, asked.reuse, self._spans(), misses, preassembled=ready)
 
     def _spans(self) -> tuple[Span, ...]:
         """Return which of the prompt's tokens came from where, in O(spans)."""

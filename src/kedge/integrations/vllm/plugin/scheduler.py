@@ -28,7 +28,7 @@ from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from kedge.integrations.vllm.entry_point import NAME, version_refusal
+from kedge.integrations.vllm.entry_point import NAME, is_plugged, version_refusal
 from kedge.integrations.vllm.plugin.hints import read_hints
 from kedge.integrations.vllm.plugin.lanes import LaneGrants
 from kedge.policies.service import LiveContexts, ServiceOrder, StepTimes, may_start, missing_share
@@ -63,7 +63,8 @@ class StepScheduler(Scheduler):
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
-        self._plugin: SchedulerSide = self.connector.join(self._hold_back)
+        self._plugin: SchedulerSide = self.connector
+        self.connector.open_lanes(self._hold_back)
         self._lanes = self._plugin.translations.lanes
         self._lane_ids = map(f"lane-{secrets.token_hex(16)}-{{}}".format, itertools.count())
         """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
@@ -158,7 +159,12 @@ class StepScheduler(Scheduler):
             self._times.step(tokens, requests, now - self._stepped_at)
         before, held_back = {name: getattr(self, name) for name in LOWERED}, self._sort()
         try:
-            self._prepare(self._lanes)
+            if self.requests:
+                self._base_share.computes()
+            if not self.running and (first := next(iter(self.waiting), None)):
+                self.connector.judge_at_once(first)  # beside running requests a step costs it nothing
+            if self._lanes.is_wanted:
+                self._reserve(self._lanes)
             output: SchedulerOutput = super().schedule(*args, **more)
         finally:
             self.__dict__.update(before)
@@ -167,27 +173,14 @@ class StepScheduler(Scheduler):
         for new in output.scheduled_new_reqs:
             self._leave(self.requests[new.req_id])
         self._stepped_at, self._step_size = now, (output.total_num_scheduled_tokens, len(output.num_scheduled_tokens))
-        self._add_all(output, self._lanes)
-        return output
-
-    def _prepare(self, lanes: LaneGrants) -> None:
-        """Have the next request judged, and grant lanes for this step."""
-        if self.requests:
-            self._base_share.computes()
-        if not self.running and (first := next(iter(self.waiting), None)):
-            self.connector.ask_at_once(first)  # beside running requests a step costs it nothing
-        if lanes.is_wanted:
-            self._reserve(lanes)
-
-    def _add_all(self, output: SchedulerOutput, lanes: LaneGrants) -> None:
-        """Add the lanes of this step to what the base class has scheduled."""
-        admitted, held = lanes.take()
+        admitted, held = self._lanes.take()
         for request_id, holes in admitted.items():
             self._add_lanes(output, request_id, holes)
         for lane in held:
             if self.defer_block_free and not output.total_num_scheduled_tokens:
                 self.sched_step_seq += 1  # vLLM numbers only the steps with tokens, to know when blocks are free again
             self._add(output, lane.tokens, lane.blocks, lane.span)
+        return output
 
     def _reserve(self, lanes: LaneGrants) -> None:
         """Grant lanes, and leave their tokens and rows to them."""
@@ -230,7 +223,18 @@ class StepScheduler(Scheduler):
         self._count_as_computed(request, sum(map(len, lanes)))
 
     def _add(self, output: SchedulerOutput, tokens: list[int], blocks: list[int], lane: range) -> None:
-        data = lane_data(next(self._lane_ids), tokens, blocks, lane, tokens if self.use_v2_model_runner else None)
+        """Schedule a lane as a new request of the runner's, whose tokens end one behind it."""
+        data = NewRequestData(
+            req_id=next(self._lane_ids),
+            prompt_token_ids=tokens,
+            mm_features=[],
+            sampling_params=_LANE_SAMPLING,
+            pooling_params=None,
+            block_ids=(blocks,),
+            num_computed_tokens=lane.start,
+            lora_request=None,
+            prefill_token_ids=tokens if self.use_v2_model_runner else None,
+        )
         output.scheduled_new_reqs.append(data)
         output.num_scheduled_tokens[data.req_id] = len(lane)
         output.total_num_scheduled_tokens += len(lane)
@@ -256,30 +260,13 @@ class AsyncStepScheduler(StepScheduler, AsyncScheduler):
     """The same, ahead of the device."""
 
 
-def lane_data(
-    name: str, tokens: list[int], blocks: list[int], lane: range, prefill: list[int] | None
-) -> NewRequestData:
-    """Return a lane as the runner's new request, whose tokens end one behind it; `prefill` is for Model Runner V2."""
-    return NewRequestData(
-        req_id=name,
-        prompt_token_ids=tokens,
-        mm_features=[],
-        sampling_params=_LANE_SAMPLING,
-        pooling_params=None,
-        block_ids=(blocks,),
-        num_computed_tokens=lane.start,
-        lora_request=None,
-        prefill_token_ids=prefill,
-    )
-
-
 def make_scheduler(vllm_config: VllmConfig, **parts: Any) -> Scheduler:
     """Return the scheduler that fits the configuration: vLLM's own without Kedge's connector, or with another one
     beside it. vLLM calls this as if it were a class.
     """
-    is_async, transfer = vllm_config.scheduler_config.async_scheduling, vllm_config.kv_transfer_config
-    is_alone = transfer is not None and transfer.kv_connector == NAME
-    refusal = version_refusal(vllm.__version__) if is_alone else f"--kv-transfer-config does not name {NAME} alone"
+    is_async, refusal = vllm_config.scheduler_config.async_scheduling, version_refusal(vllm.__version__)
+    if not is_plugged(vllm_config):
+        refusal = f"--kv-transfer-config does not name {NAME} alone"
     if refusal:
         logger.warning("kedge: --scheduler-cls is vLLM's own: %s", refusal)
         return (AsyncScheduler if is_async else Scheduler)(vllm_config=vllm_config, **parts)

@@ -1,7 +1,9 @@
-"""The scheduler's half of the plug-in: the order of eviction, loads before they are needed, and who waits for them.
+"""The half of the connector in vLLM's scheduler: the order of eviction, loads before they are needed, and who waits for
+them.
 
-All calls come from the thread of vLLM's engine core. `match` is called in every step for every waiting request, and
-its result is dropped if the request is not admitted, so it changes no block: loads are ordered in `build_orders`.
+All calls come from the thread of vLLM's engine core. `get_num_new_matched_tokens` is called in every step for every
+waiting request, and its result is dropped if the request is not admitted, so it changes no block: loads are ordered in
+`build_connector_meta`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -26,13 +28,7 @@ from kedge.hints.actions import ActionOutcome
 from kedge.hints.without_prompt import run_ended, took_forecast
 from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
-from kedge.integrations.vllm.plugin.hints import (
-    HintedRequest,
-    namespace_of,
-    plain_request,
-    read_hints,
-    without_hints,
-)
+from kedge.integrations.vllm.plugin.hints import namespace_of, read_hints, without_hints
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.integrations.vllm.plugin.lanes import answer_of
@@ -40,18 +36,31 @@ from kedge.integrations.vllm.plugin.metrics import REPORT_SECONDS, KedgeStats
 from kedge.integrations.vllm.plugin.owners import UNANSWERED, AgentPrompts, SessionHistories
 from kedge.integrations.vllm.plugin.requests import LiveRequest, Orders, Reports, receipt_to_dict
 from kedge.integrations.vllm.plugin.settings import PluginSettings
-from kedge.integrations.vllm.plugin.translations import Answer, Translations
+from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.policies.eviction import policy_of
 from kedge.reuse.costs import MAX_PENDING
 from kedge.structures.bounded import BoundedDict
 from kedge.types import RequestId, ReuseMode, RunKey
 
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.outputs import KVConnectorOutput
+
 
 class SchedulerSide:
-    """Requests, from their arrival to their receipts. Parts that are off were never bound."""
+    """Requests, from their arrival to their receipts, with the methods that vLLM calls by its own names. Parts that are
+    off were never bound.
+    """
 
-    def __init__(self, settings: PluginSettings, block_size: int, ranks: int, translations: Translations) -> None:
-        self._settings, self._block_size, self._ranks = settings, block_size, ranks
+    def __init__(
+        self,
+        settings: PluginSettings,
+        block_size: int,
+        ranks: int,
+        translations: Translations,
+        groups: CacheGroups = ONE_GROUP,
+    ) -> None:
+        self._settings, self._block_size, self._ranks, self._groups = settings, block_size, ranks, groups
         self._policy = policy_of(settings.tiers)
         self.translations = translations
         self.owners = Owners()
@@ -70,13 +79,11 @@ class SchedulerSide:
         self._aborted: BoundedDict[str, dict[str, Any]] = BoundedDict(MAX_PENDING)
         """The receipts of requests that were aborted, by vLLM's ids: no output carries them"""
 
-    def bind(
-        self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None, groups: CacheGroups = ONE_GROUP
-    ) -> None:
+    def bind(self, pool: BlockPool, host_blocks: int, quotas: HostQuotas | None = None) -> None:
         """Take over the order of vLLM's free blocks, and put a host tier with `quotas` behind them if it has blocks."""
         self._pool = pool
         pool.reset_prefix_cache = partial(self._reset_device, pool.reset_prefix_cache)
-        self.queue = replace_queue(pool, self._policy, groups, self.owners)
+        self.queue = replace_queue(pool, self._policy, self._groups, self.owners)
         pools = [pool]
         if host_blocks:
             tier = HostTier(pool, host_blocks, self._policy, self._ranks, quotas)
@@ -90,19 +97,21 @@ class SchedulerSide:
 
     # requests -------------------------------------------------------------------------------------------------
 
-    def on_arrival(self, request: Request) -> None:
+    def on_new_request(self, request: Request) -> None:
         """Read a new request's hints, if it has any, add what is found out about it, and find the session that it
         continues.
         """
         live = self.requests[request.request_id] = LiveRequest(request)
         tokens, reuse = request.prompt_token_ids or (), self._settings.reuse
-        hinted = read_hints(request.request_id, tokens, request.cache_salt, request.kv_transfer_params, reuse)
+        read = partial(read_hints, request.request_id, tokens, request.cache_salt, reuse=reuse)
+        hinted = read(request.kv_transfer_params)
         # the KV of embeddings, images and adapters does not follow from the tokens alone
         is_text = request.prompt_embeds is None and not request.mm_features and request.lora_request is None
         if is_text:
-            given = hinted.request if hinted else plain_request(request.request_id, tokens, request.cache_salt, reuse)
-            if (found := self.plain.arrived(given)) is not given:
-                hinted = replace(hinted, request=found) if hinted else HintedRequest(found)
+            given = hinted or read({"kedge": {}})
+            assert given is not None
+            if (found := self.plain.arrived(given.request)) is not given.request:
+                hinted = replace(given, request=found)
         if hinted is not None:
             live.hinted = hinted
             request.sampling_params = without_hints(request.sampling_params)
@@ -120,41 +129,39 @@ class SchedulerSide:
         if self.loads:
             self.loads.look_again()
 
-    def match(self, request: Request, computed: int) -> int | None:
-        """Return how many tokens after the first `computed` need no computing by the request itself, since they are
-        translated or computed in lanes; None: the request has to wait.
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens after the computed ones need no computing by the request itself, since they are
+        translated or computed in lanes; None: the request has to wait. Never are they loaded while it waits for them.
 
         Blocks that are loaded from the host land in the prefix cache, where vLLM finds them.
         """
         live = self.requests[request.request_id]
-        if live.may_load and self.loads and self.loads.must_wait(live, computed):
-            return None
-        live.device = computed
+        if live.may_load and self.loads and self.loads.must_wait(live, num_computed_tokens):
+            return None, False
+        live.device = num_computed_tokens
         if live.hinted is None or live.asked.reuse is ReuseMode.OFF:
-            return 0
-        return self.translations.match(live, computed)
+            return 0, False
+        return self.translations.match(live, num_computed_tokens), False
 
-    def ask_at_once(self, request: Request, answer: Answer) -> None:
-        """Ask the only worker, by `answer`, about the next request before the step is scheduled."""
-        live = self.requests[request.request_id]
-        if live.hinted is None:  # nothing is translated
-            return
-        device, host = self.cached_blocks(request.block_hashes)
-        if not host:  # what is worth loading comes first
-            self.translations.ask_at_once(live, device * self._block_size, answer)
-
-    def on_admission(self, request: Request, blocks: tuple[int, ...]) -> None:
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:  # noqa: ARG002
         """Take the blocks of an admitted request, into which its translated KV is written."""
         live = self.requests[request.request_id]
         live.is_admitted = True
         if live.hinted:
-            self.translations.on_admission(live, blocks)
+            self.translations.on_admission(live, tuple(blocks.get_block_ids()[self._groups.main.number]))
 
-    def on_finish(self, request: Request, main: list[int], others: list[int]) -> dict[str, Any] | None:
-        """Give the blocks that a request leaves behind, in the main group and in others, to its agent and its session.
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Do as with the only one of several groups."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
-        Returns its receipt, None for one without hints.
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Give the blocks that a request leaves behind, by group, to its agent and its session, and let vLLM free them.
+
+        Returns its receipt for its client, None for one without hints.
         """
+        main, others = self._groups.held_blocks(block_ids)
         live = self.requests.pop(request.request_id)
         if self.loads:
             self.loads.look_again()
@@ -175,13 +182,13 @@ class SchedulerSide:
             found = live.receipt()
             served = Served.of(found)
             self._counts["translated_tokens"] += found.translated
-            receipt = receipt_to_dict(found, hinted.actions)
+            receipt = {"kedge": receipt_to_dict(found, hinted.actions)}
             if request.status is RequestStatus.FINISHED_ABORTED:
-                self._aborted[request.request_id] = receipt
+                self._aborted[request.request_id] = receipt["kedge"]
         namespace, request_id = namespace_of(request.cache_salt), RequestId(request.request_id)
         answer = () if request.status in UNANSWERED else answer_of(request)
         self.plain.ended(namespace, request_id, answer, served)
-        return receipt
+        return False, receipt
 
     # between requests -----------------------------------------------------------------------------------------
 
@@ -235,9 +242,9 @@ class SchedulerSide:
 
     # once per step --------------------------------------------------------------------------------------------
 
-    def build_orders(self, output: SchedulerOutput) -> Orders:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Orders:
         """Return the orders to the workers for this step."""
-        orders = self.translations.take_orders(output)
+        output, orders = scheduler_output, self.translations.take_orders(scheduler_output)
         self.prompts.expect(self.plain.forecasts)
         self.prompts.expire()
         self.sessions.advance()
@@ -248,24 +255,26 @@ class SchedulerSide:
             orders.copies = self.loads.copies(self.requests.values(), idle=not output.total_num_scheduled_tokens)
         return orders
 
-    def on_reports(self, reports: Reports) -> None:
-        """Take the workers' reports of a step."""
-        if self.loads:
-            self.loads.on_reports(reports.copies, reports.computed)
-        self.translations.on_reports(reports)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take the workers' reports of a step, if there are any."""
+        reports = connector_output.kv_connector_worker_meta
+        if isinstance(reports, Reports):
+            if self.loads:
+                self.loads.on_reports(reports.copies, reports.computed)
+            self.translations.on_reports(reports)
 
-    @property
-    def busy(self) -> bool:
+    def has_pending_push_work(self) -> bool:
         """Whether the engine has to go on stepping, even without requests."""
         return self.translations.busy or (self.loads is not None and self.loads.busy)
 
     # emptying the caches --------------------------------------------------------------------------------------
 
-    def clear(self) -> None:
+    def reset_cache(self) -> bool:
         """Forget fixed prompts and empty the host tier."""
         if self.loads:
             self.loads.clear()
         self.prompts.clear()
+        return True
 
     def _reset_device(self, reset: Callable[[], bool]) -> bool:
         """Empty vLLM's prefix cache by its own `reset`, which fails while any block is held. What copies and captures
@@ -299,7 +308,7 @@ class SchedulerSide:
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
         found = self.prompts.counters()
-        found.update({**self.translations.lanes.jobs.counters(), **self._counts})
+        found.update({**self.translations.lanes.jobs.counts, **self._counts})
         if self.queue:
             for name, count in self.queue.evicted.items():
                 found[f"evictions_{name}"] += count

@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 from kedge.guard import EVERYTHING, GuardMode
 from kedge.integrations.vllm.plugin.lanes import HeldBlocks, HeldJobs, LaneGrants
 from kedge.integrations.vllm.plugin.requests import (
-    CacheBlocks,
     Capture,
     LiveRequest,
     Orders,
@@ -30,6 +29,7 @@ from kedge.settings import GuardSettings
 from kedge.types import GenerateRequest, ReuseMode, RunKey
 
 UNPROVED_HERE = "nothing proves it within a budget of fidelity: KedgeMiddleware does, and fidelity any needs no proof"
+CacheBlocks = Callable[[Request, int], None]
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the block ids of a request, by its id, in each KV cache group"""
 Answer = Callable[[TranslationQuery], TranslationVerdict]
@@ -45,13 +45,12 @@ class Translations:
         """
         self._guard = guard
         self._model_refusal = refusal
-        self._block_ids: BlockIds | None = None
         self.requests: dict[str, LiveRequest] = {}
         """All that wait or run, by vLLM's ids; whoever follows them enters and removes them"""
         self._orders = Orders()
         """Of the step that is being scheduled"""
         self.held = HeldBlocks(ranks)
-        """For captures; its pool, the device's, is set once vLLM has one"""
+        """For captures"""
         self.lanes = LaneGrants(self.requests, HeldJobs(self.held, self._order))
         self._is_learning = False
         self._completed: deque[list[Capture]] = deque([] for _ in range(2 if is_ahead else 1))
@@ -63,23 +62,21 @@ class Translations:
     def guard(self, cache_blocks: CacheBlocks, block_ids: BlockIds) -> CacheBlocks:
         """Wrap vLLM's `coordinator.cache_blocks`, which hashes full blocks, so that translated ones are left out.
 
-        `block_ids` returns the blocks of a request in each group. Nothing is translated before this call.
+        `block_ids` returns the blocks of a request in each group.
         """
         self._block_ids = block_ids
 
         def guarded(request: Request, num_computed_tokens: int) -> None:
-            if live := self.requests.get(request.request_id):
-                live.cache_blocks(cache_blocks, num_computed_tokens)
-            else:
-                cache_blocks(request, num_computed_tokens)
+            live = self.requests.get(request.request_id)
+            exact = live.written[0].start if live and live.written else num_computed_tokens
+            cache_blocks(request, min(num_computed_tokens, exact))
 
         return guarded
 
     @property
     def refusal(self) -> str | None:
         """The reason why nothing is translated, or None."""
-        is_ready = self._block_ids is not None and self.lanes.is_open
-        return self._model_refusal or (None if is_ready else NO_LANES)
+        return self._model_refusal or (None if self.lanes.is_open else NO_LANES)
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -98,7 +95,7 @@ class Translations:
         mode, budget = orders.mode or self._guard.mode, orders.fidelity or self._guard.fidelity
         if orders.rung is not None or EVERYTHING in orders.withheld or mode is GuardMode.OFF or math.isinf(budget):
             return None
-        return UNPROVED_HERE if any(one.is_placeholder for one in request.segments) else None
+        return UNPROVED_HERE if request.wants_translation else None
 
     def match(self, live: LiveRequest, computed: int) -> int | None:
         """Return how many tokens after the first `computed` need no computing by the request itself; None: it has to
@@ -163,7 +160,8 @@ class Translations:
         """Order the capture of a response that other agents read; its blocks are held until then."""
         if live.is_pending or live.verdict:
             self._orders.dropped += (live.request_id,)
-        if live.asked.produces is not None and live.may_learn and self.held.pool is not None:
+        may_learn = live.asked.reuse is ReuseMode.TRANSLATE and live.refusal is None
+        if live.asked.produces is not None and may_learn:
             self.lanes.jobs.add_answer(live.asked, live.request, block_ids)
 
     def end_run(self, run: RunKey) -> None:
@@ -182,7 +180,7 @@ class Translations:
                 continue
             if live.request.num_computed_tokens + scheduled >= live.request.num_prompt_tokens:
                 live.captured = True
-                if live.verdict and self._block_ids:
+                if live.verdict:
                     blocks = self._block_ids(live.request.request_id)[0]
                     capture = Capture(live.asked, tuple(blocks), self.held.hold(blocks))
                     self._completed[-1].append(capture)

@@ -1,4 +1,4 @@
-"""The worker's half of the plug-in: it copies, translates, captures and learns on one rank, as the scheduler orders."""
+"""The half of the connector in vLLM's workers: it copies, translates, captures and learns, as the scheduler orders."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 from kedge.anchors.anchor import AnchorId
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import Blend, empty_table
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translation, translate_into
-from kedge.cache import Copied, Direction
+from kedge.cache import Direction
 from kedge.engine.common.state.saving import Snapshots
 from kedge.engine.common.state.snapshot import EngineState
-from kedge.errors import LayoutUnknown, TranslationRefused
-from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_block_axis, memory_order
+from kedge.integrations.vllm.plugin.block_layout import blocks_of, memory_order
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.pages import Pages
 from kedge.integrations.vllm.plugin.requests import (
@@ -38,68 +36,22 @@ from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
 from kedge.reuse.learning import LearningBudget
 from kedge.types import Miss
 
-Registered = Mapping[str, Tensor | Sequence[Tensor]]
-"""By layer, as vLLM registers it with a connector: pages of KV, or the tensors of states"""
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MIN_MEASURED = 64
 """Tokens of the smallest pass whose time is reported as the cost of computing."""
 
 
-class BlockMemory(NamedTuple):
-    """Where a view [blocks, …] has its blocks, in bytes."""
+def pool_views(registered: Iterable[Tensor], num_blocks: int) -> list[Tensor]:
+    """Return views [blocks, …] of all bytes of pages, each byte in one where the pages of groups lie over each other.
 
-    start: int
-    end: int
-    """Behind the last byte of the first block"""
-    stride: int
-    nbytes: int
-    """Of one block"""
-
-    @classmethod
-    def of(cls, view: Tensor) -> BlockMemory:
-        """Return the memory of a view with one block at least."""
-        size, block = view.itemsize, view[0]
-        last = sum((count - 1) * stride for count, stride in zip(block.shape, block.stride(), strict=True))
-        start = view.data_ptr()
-        return cls(start, start + (last + 1) * size, view.stride(0) * size, block.numel() * size)
-
-    def covers(self, other: BlockMemory) -> bool:
-        """Return whether all bytes of the other's blocks are in these blocks."""
-        is_dense = self.nbytes == self.end - self.start
-        is_within = self.stride == other.stride and self.start <= other.start and other.end <= self.end
-        return self == other or (is_dense and is_within)
-
-
-def pool_views(
-    registered: Registered, layers: Mapping[str, Any], kv_cache: KVCacheConfig, dtype: torch.dtype
-) -> list[Tensor]:
-    """Return views [blocks, …] of all pages. `layers` are vLLM's, by their names; `dtype` is the model's.
-
-    Raises `LayoutUnknown` where the blocks of a layer are not found.
+    Raises `LayoutUnknown` for pages that do not count the blocks.
     """
-    specs = {name: group.kv_cache_spec for group in kv_cache.kv_cache_groups for name in group.layer_names}
-    views = list[Tensor]()
-    for name, pages in registered.items():
-        if isinstance(pages, Tensor) and not isinstance(specs[name], MambaSpec):
-            layer = KVLayer(layers[name], pages, dtype)
-            views.append(find_block_axis(layer, kv_cache.num_blocks, specs[name].block_size).blocks(pages))
-        else:
-            for state in [pages] if isinstance(pages, Tensor) else pages:
-                if state.shape[:1] != (kv_cache.num_blocks,):
-                    why = f"its first dimension does not count {kv_cache.num_blocks} blocks"
-                    raise LayoutUnknown("state", tuple(state.shape), why)
-                views.append(state)
-    return distinct(views)
-
-
-def distinct(views: Iterable[Tensor]) -> list[Tensor]:
-    """Return those of views [blocks, …] that have bytes which none of the others has."""
-    kept = list[tuple[BlockMemory, Tensor]]()
-    for memory, view in sorted(((BlockMemory.of(one), one) for one in views), key=lambda pair: -pair[0].nbytes):
-        if not any(other.covers(memory) for other, _ in kept):
-            kept.append((memory, view))
-    return [view for _, view in kept]
+    views = {}
+    for view in sorted((blocks_of(one, num_blocks) for one in registered), key=lambda one: one[0].nbytes):
+        is_dense = memory_order(view)[0].is_contiguous()  # then smaller ones that begin there are in it
+        views[view.data_ptr(), view.stride(0), None if is_dense else (view.shape, view.stride())] = view
+    return list(views.values())
 
 
 def measure_writes(costs: EngineCosts, pages: Pages) -> None:
@@ -162,22 +114,25 @@ class PassEvents:
 class WorkerSide:
     """One rank's copies and translations. Parts that are off were never opened."""
 
-    def __init__(self, block_size: int, throttle: float, budget: LearningBudget) -> None:
-        """`throttle` slows copies down, `budget` is the time for learning."""
-        self._block_size, self._throttle, self._budget = block_size, throttle, budget
+    def __init__(self, block_size: int, throttle: float, budget: LearningBudget, costs: EngineCosts) -> None:
+        """`throttle` slows copies down, `budget` is the time for learning, and `costs` are those of every pass: by the
+        clock on a CPU, by events on a GPU.
+        """
+        self._block_size, self._throttle, self._budget, self._costs = block_size, throttle, budget, costs
         self._copier: PoolCopier | None = None
         self._learner: Learner | None = None
         self._room = 0
+        """Bytes that anchors and base KV may take, until they have them"""
         self._refusal = "translation is off"
+        """Why this rank cannot translate"""
         self._reports = Reports()
         self._bad_blocks: set[int] = set()
         self._began = self._not_computing = 0.0
         """When the step began, and how long it was about something else than its pass"""
-        self._costs: EngineCosts | None = None
         self._passes: PassEvents | None = None
         """Set on a GPU, where a pass has only been started when vLLM returns from it"""
         self._reported_learning = False
-        self._learning = threading.Lock()
+        self._learning = threading.RLock()
         """Held by whoever uses the learner: a step, or the thread that saves what was learned"""
         self._snapshots: Snapshots | None = None
 
@@ -191,19 +146,6 @@ class WorkerSide:
             shape = (1, num_blocks + 1, *device.shape[2:])
             pools.append((torch.empty(shape, dtype=device.dtype, pin_memory=device.is_cuda), device))
         self._copier = PoolCopier(pools, 1, self._throttle)
-
-    def measure_passes(self, costs: EngineCosts, *, is_cpu: bool) -> None:
-        """Measure every pass from now on: by the clock on a CPU, by events on a GPU."""
-        self._costs, self._passes = costs, None if is_cpu else PassEvents()
-
-    def open_translation(self, learner: Learner | TranslationRefused, room: int = 0) -> None:
-        """Answer queries with `learner` from now on, or with the reason why this rank cannot translate. `room`: the
-        bytes that anchors and base KV may take.
-        """
-        if isinstance(learner, Learner):
-            self._learner, self._room = learner, room
-        else:
-            self._refusal = learner.why
 
     def keep_state(self, state: EngineState) -> None:
         """Go on from what `state` has saved, and keep what is learned in it from now on, where it is to be trusted."""
@@ -225,11 +167,6 @@ class WorkerSide:
             result = question(*self._learner.learned)
         self._learner.pages.synchronize()
         return result
-
-    def answer(self, query: TranslationQuery) -> TranslationVerdict:
-        """Return the verdict on a request between two steps."""
-        with self._learning:
-            return self._verdict(query)
 
     # a step, in vLLM's order ----------------------------------------------------------------------------------------
 
@@ -258,7 +195,7 @@ class WorkerSide:
             with self._learning:
                 for write in orders.writes:
                     try:
-                        self._learner.writes.write(write)
+                        self._learner.write(write)
                     except Exception:  # vLLM fails the request, or computes the blocks
                         logger.exception("request %s was not translated", write.request_id)
                         size, spans = self._block_size, write.spans
@@ -273,7 +210,6 @@ class WorkerSide:
         seconds = time.monotonic() - self._began - self._not_computing if orders.scheduled else 0.0
         if orders.scheduled:
             self._budget.computes()
-        if self._costs and orders.scheduled:
             ended = [(orders.scheduled, orders.rows, seconds)]
             if self._passes:
                 self._passes.end(orders.scheduled, orders.rows)
@@ -289,7 +225,7 @@ class WorkerSide:
             if self._learner:
                 self._learn_from_step(self._learner, orders, seconds)
             for query in orders.queries:
-                self._reports.verdicts[query.request.request_id] = self._verdict(query)
+                self._reports.verdicts[query.request.request_id] = self.answer(query)
         for capture in orders.captures:
             self._reports.captured[capture.capture_id] = 1
 
@@ -297,7 +233,7 @@ class WorkerSide:
         for capture in orders.captures:  # first, since one that has ended is dropped, and captured by its plan
             learner.capture(capture)
         for request_id in orders.dropped:
-            learner.writes.drop(request_id)
+            learner.drop(request_id)
         for prompt in orders.expected:
             learner.expect(prompt)
             self._reported_learning = True  # the scheduler goes on stepping until it hears that nothing is left
@@ -307,28 +243,25 @@ class WorkerSide:
         self._budget.spend(learner.learn, seconds, is_awaited=is_awaited)
         self._reports.learning = learner.is_learning
 
-    def _verdict(self, query: TranslationQuery) -> TranslationVerdict:
+    def answer(self, query: TranslationQuery) -> TranslationVerdict:
         """Return what of a prompt has to be computed: all of it where that cannot be found out."""
         refusal = self._refusal
         if self._learner:
             try:
-                return self._learner.judge(query)
+                with self._learning:
+                    return self._learner.judge(query)
             except Exception:
                 logger.exception("request %s was not matched", query.request.request_id)
                 refusal = "matching it failed"
         return TranslationVerdict((range(query.request.prompt_tokens),), (Miss("*", refusal),))
 
     def _submit(self, orders: Orders, direction: Direction) -> None:
-        """Start copies. Where this rank could not open its host tier, they fail: what they bring is computed."""
+        """Start the copies in a direction."""
         for copy in orders.copies:
-            if copy.direction is not direction:
-                continue
-            if self._copier:
+            if self._copier and copy.direction is direction:
                 self._copier.submit(copy)
-            else:
-                self._reports.copies.append(Copied(copy.copy_id, ok=False))
 
-    def take_reports(self) -> Reports | None:
+    def build_connector_worker_meta(self) -> Reports | None:
         """Return the reports of a step, None where nothing has changed."""
         if self._copier:
             self._reports.copies += self._copier.drain()
@@ -338,7 +271,7 @@ class WorkerSide:
         self._reports, self._reported_learning = Reports(), reports.learning
         return reports
 
-    def take_bad_blocks(self) -> set[int]:
+    def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks whose translation has failed since the last call."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
