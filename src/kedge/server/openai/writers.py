@@ -37,7 +37,9 @@ class AnswerWriter(ABC):
         self.model, self.tokenizer = service.model_name, service.engine.tokenizer
 
     def whole(self, said: Sequence[Said]) -> dict[str, Any]:
-        """Return a whole answer: `said` has each choice's. Here it is of one choice: what its events leave behind."""
+        """Return a whole answer to a call, from the text and tool calls of each choice. For dialects of one choice: its
+        events are written, and `ended` returns the answer that they add up to.
+        """
         for _ in self.add(0, said[0], None):
             pass
         completion = said[0][1].completion

@@ -258,7 +258,8 @@ class WorkerSide:
     def _submit(self, orders: Orders, direction: Direction) -> None:
         """Start the copies in a direction."""
         for copy in orders.copies:
-            if self._copier and copy.direction is direction:
+            if copy.direction is direction:
+                assert self._copier  # a copy that nobody carries out would hold its blocks for ever
                 self._copier.submit(copy)
 
     def build_connector_worker_meta(self) -> Reports | None:
