@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, steps_to_execution
+from kedge.cache.node import State
 from kedge.policies.eviction import EvictionPolicy
 from kedge.policies.prefetch import PREFETCH_WINDOW
 from kedge.settings import TierSettings
@@ -207,4 +208,7 @@ class World:
         return {name: count for name, count in self.cache.stats().transfers[purpose].items() if count}
 
     def check(self) -> None:
+        """Check the cache, and that no load is queued whose ancestors are neither on the device nor on their way."""
         self.cache.check_integrity()
+        for load in self.cache.tiers.transfers.pending(Direction.LOAD):
+            assert load.copy not in self.copier.queued or load.nodes[0].above is not State.HOST
