@@ -5,6 +5,7 @@ and that cold prompts are held back only under all conditions together, and neve
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -69,14 +70,22 @@ def test_nobody_is_passed_by_more_than_the_bound(
             answers[data.draw(st.sampled_from(sorted(together)))] = event
 
 
+@dataclass(eq=False)
+class Item:
+    """Something that waits, and is neither more nor less than another."""
+
+    number: int
+
+
 @settings(max_examples=100)
-@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 100)), max_size=30), st.booleans())
-def test_the_order_is_that_of_a_naive_look(items: list[tuple[float, int]], overloaded: bool) -> None:
-    order: ServiceOrder[int] = ServiceOrder(lambda item: items[item][0])
-    for number, (_, tokens) in enumerate(items):
-        order.push(number, tokens)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 100), st.booleans()), max_size=30), st.booleans())
+def test_the_order_is_that_of_a_naive_look(items: list[tuple[float, int, bool]], overloaded: bool) -> None:
+    order: ServiceOrder[Item] = ServiceOrder(lambda item: items[item.number][0])
+    known = [Item(number) for number in range(len(items))]
+    for one, (_, tokens, is_first) in zip(known, items, strict=True):
+        order.push(one, tokens, is_first=is_first)
     slack = PATIENCE * len(items) * overloaded
-    naive = sorted(range(len(items)), key=lambda item: (item + 1 + slack * items[item][0], item))
+    naive = sorted(known, key=lambda one: (not items[one.number][2], one.number + 1 + slack * items[one.number][0]))
     assert order.order(0, overloaded) == naive
 
 

@@ -116,10 +116,13 @@ class LiveContexts:
 
 @dataclass(slots=True)
 class _Place:
-    """A waiting item: its number in the order of arrival, its tokens, and its share to compute at a version."""
+    """A waiting item: its number in the order of arrival, its tokens, whether it goes before those that are not first,
+    and its share to compute at a version.
+    """
 
     arrival: int
     tokens: int
+    is_first: bool = False
     missing: float = 1.0
     version: int | None = None
 
@@ -128,7 +131,7 @@ class ServiceOrder(Generic[T]):
     """The waiting items of one queue in the order of service.
 
     Bound: an item is passed by at most `patience * n` of those that arrived after it, where n is the greatest number
-    of items that waited together with it, whatever look-ups answer.
+    of items that waited together with it, whatever look-ups answer; and by those that are pushed as first.
     """
 
     def __init__(self, look_up: Callable[[T], float], patience: float = PATIENCE) -> None:
@@ -151,12 +154,14 @@ class ServiceOrder(Generic[T]):
         """Return the share of a waiting item that would have to be computed, as of its last look-up."""
         return self._places[item].missing
 
-    def push(self, item: T, tokens: int) -> None:
-        """Add an item with a prompt of `tokens` tokens. O(1). Raises `PlanError` for a duplicate."""
+    def push(self, item: T, tokens: int, *, is_first: bool = False) -> None:
+        """Add an item with a prompt of `tokens` tokens, before all others if it `is_first`. O(1). Raises `PlanError`
+        for a duplicate.
+        """
         if item in self._places:
             raise PlanError("item", item, "waits already")
         self._arrivals += 1
-        self._places[item] = _Place(self._arrivals, tokens)
+        self._places[item] = _Place(self._arrivals, tokens, is_first)
         self._places.move_to_end(item, last=False)
         self._in_order = self._settled_for = None
 
@@ -201,7 +206,10 @@ class ServiceOrder(Generic[T]):
         """The items, next first, by the last look-ups; the caller does not change the list."""
         if self._in_order is None:
             slack = self._patience * len(self._places) if self._overloaded else 0.0
-            ranks = ((one.arrival + slack * one.missing, one.arrival, item) for item, one in self._places.items())
+            ranks = (
+                (not one.is_first, one.arrival + slack * one.missing, one.arrival, item)
+                for item, one in self._places.items()
+            )
             self._in_order = [item for *_, item in sorted(ranks)]
         return self._in_order
 

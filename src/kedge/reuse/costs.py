@@ -165,8 +165,8 @@ class EngineCosts:
     def ahead_pays(self, tokens: int, running: int) -> bool:
         """Return whether to compute `tokens` tokens before their request arrives, beside `running` running requests.
 
-        It saves that request the time of its tokens, and costs each running one the time of another sequence in the
-        pass.
+        It moves the time of these tokens to before its first token, and costs each running one that of another sequence
+        in the pass on top.
         """
         delay = running * self.added_seconds(0, 1)
         return not self.is_by_cost or self.added_seconds(tokens, 0) > CERTAIN * delay

@@ -31,6 +31,7 @@ from kedge.reuse.planner import UNPROVED, WITHHELD
 from kedge.settings import AnchorSettings, GuardSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode, Source
 from tests.engine.local.conftest import SHAPE, engine_of, tiny_model
+from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_translation import OPEN, Driver, relative, request, tokens
 
 EAGER = GuardSettings(share=1.0)
@@ -134,6 +135,19 @@ def test_a_guard_that_fails_before_a_request_is_queued_ends_that_one_alone(monke
             one.submit(request(tokens(1, 9))).result(10)
         monkeypatch.undo()
         assert team(one, 2).tokens
+
+
+def test_a_check_goes_before_the_requests_that_wait() -> None:
+    """Its tokens are within a budget, and calls are served densely until it has been judged."""
+    stepped, guard = Stepped(max_running=1), GuardedCalls(lambda _: pytest.fail("none of its own"), GuardSettings())
+    for number in range(3):
+        stepped.core.requests.submit(stepped.sequence(request(tokens(number, 27), agent="solver")), guard)
+    checks = [stepped.sequence(request(tokens(9, 27), agent="solver")) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard.checks, "is_under_way", lambda _: True)
+        for one in checks:
+            stepped.core.requests.submit(one, guard)
+    assert [*stepped.core.scheduler.waiting][:2] == checks
 
 
 BUDGET = 0.002

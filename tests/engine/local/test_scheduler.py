@@ -292,6 +292,30 @@ def test_a_tenant_takes_nothing_for_its_second_call() -> None:
     assert (first.admitted, second.admitted, len(engine.core.scheduler.preempted)) == (True, False, 1)
 
 
+def check_of(engine: Stepped, request: GenerateRequest) -> RequestSequence:
+    """Queue a request as one of the guard's."""
+    sequence = engine.sequence(request)
+    sequence.is_check = True
+    engine.core.scheduler.add(sequence)
+    return sequence
+
+
+def test_a_check_takes_no_blocks_of_others_and_gives_its_own_to_a_tenants_first_call() -> None:
+    engine = Stepped(**ROOM)
+    crowded(engine, crowd(), steps=5)
+    check = check_of(engine, call(STRANGER, 97, size=200))
+    engine.step()
+    assert not check.admitted and not engine.core.scheduler.preempted
+    engine.until(lambda: check.admitted)
+    running = [engine.submit(call(seed=at, size=60, answer=20)) for at in (51, 52)]
+    engine.until(lambda: running[-1].admitted)
+    first = engine.submit(call(STRANGER, 99, size=100))
+    engine.step()
+    assert first.admitted and list(engine.core.scheduler.preempted) == [check], "of the same tenant, which has no other"
+    engine.rest()
+    assert all(one.response for one in (check, first, *running))
+
+
 @pytest.mark.parametrize(
     "end",
     [lambda core, one: core.requests.cancel(one.request.request_id), lambda core, _: core.shut(None)],
@@ -326,6 +350,7 @@ class Waiter:
     tenant: str = "tenant"
     tokens: list[int] = field(default_factory=lambda: [0])
     is_over: bool = False
+    is_check: bool = False
     last_pass: int = 0
 
 
@@ -511,7 +536,7 @@ class Twin:
     def __init__(self) -> None:
         self.counters: dict[str, float] = defaultdict(float)
         self.waiting: list[tuple[str, str, float]] = []
-        self.numbers, self.pushed = dict[str, int](), Counter[str]()
+        self.numbers, self.pushed, self.first = dict[str, int](), Counter[str](), set[str]()
         self.missing, self.overloaded, self.last = dict[str, float](), False, "nobody"
 
     def level(self) -> float:
@@ -535,11 +560,13 @@ class Twin:
             self.counters[tenant] = self.level()
         self.counters[tenant] += tokens
 
-    def place(self, waiting: tuple[str, str, float]) -> tuple[float, int]:
-        """A number of arrival among the tenant's, and a slack for what is missing, which few arrivals go before."""
+    def place(self, waiting: tuple[str, str, float]) -> tuple[bool, float, int]:
+        """Whether others go first, then a number of arrival among the tenant's, and a slack for what is missing, which
+        few arrivals go before.
+        """
         item, tenant, _ = waiting
         slack = PATIENCE * sum(one[1] == tenant for one in self.waiting) * self.overloaded
-        return self.numbers[item] + slack * self.missing.get(item, 1.0), self.numbers[item]
+        return item not in self.first, self.numbers[item] + slack * self.missing.get(item, 1.0), self.numbers[item]
 
     def heads(self) -> list[str]:
         heads = {one[1]: one for one in sorted(self.waiting, key=self.place, reverse=True)}.values()
@@ -568,11 +595,12 @@ class AgainstTheTwin(RuleBasedStateMachine):
         self.twin = Twin()
         self.numbers, self.versions = count(), count()
 
-    @rule(tenant=st.sampled_from(TENANTS), cost=COSTS)
-    def push(self, tenant: TenantId, cost: int) -> None:
+    @rule(tenant=st.sampled_from(TENANTS), cost=COSTS, is_first=st.sampled_from([False, False, True]))
+    def push(self, tenant: TenantId, cost: int, is_first: bool) -> None:
         item = f"{next(self.numbers)}"
-        self.queue.push(item, tenant, cost)
+        self.queue.push(item, tenant, cost, is_first=is_first)
         self.twin.push(item, tenant, cost)
+        self.twin.first |= {item} if is_first else set()
 
     @precondition(lambda self: self.twin.waiting)
     @rule()

@@ -63,6 +63,7 @@ class Requests:
             if request.agent:  # no other prompt is expected
                 sequence.preparation = self._parts.preassembly.claim(request)
             sequence.turn = self._parts.sessions.arrived(request)
+            sequence.is_check = guard is not None and sequence.stream.tap is None
             self._parts.scheduler.add(sequence)
         except Exception as error:
             logger.exception("request %s could not be queued", sequence.request.request_id)

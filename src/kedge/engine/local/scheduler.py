@@ -96,14 +96,14 @@ class FairQueue(Generic[T]):
         """Return the next item of every tenant, in the order of service. O(tenants log tenants)."""
         return [self._queues[tenant].in_order[0] for tenant in sorted(self._queues, key=self._rank)]
 
-    def push(self, item: T, tenant: TenantId, cost: int) -> None:
-        """Add an item that does not wait yet, and will cost about `cost` tokens (above 0). O(1), or O(tenants) if its
-        tenant was idle.
+    def push(self, item: T, tenant: TenantId, cost: int, *, is_first: bool = False) -> None:
+        """Add an item that does not wait yet, and will cost about `cost` tokens (above 0), before all others of its
+        tenant if it `is_first`. O(1), or O(tenants) if its tenant was idle.
         """
         if tenant not in self._queues:
             self._counters[tenant] = max(self._counter(tenant), self._least())
             self._queues[tenant] = ServiceOrder(self._look_up)
-        self._queues[tenant].push(item, cost)
+        self._queues[tenant].push(item, cost, is_first=is_first)
         self._waiting[item] = _Waiting(tenant, cost, next(self._arrivals))
 
     def take(self, item: T, *, is_served: bool = True) -> None:
@@ -211,7 +211,7 @@ class Scheduler:
     Decoding sequences go first (one token each), then prefills that have begun, then new requests. Base prefills take
     at most `LEARNING_SHARE` of a pass while requests wait for their first token. Prompts that are assembled ahead come
     only when none does, in small pieces; beside decodes only the few tokens that a translated one needs, and only
-    beside so few that it delays all of them by less than it spares its request.
+    beside few: these wait for what the request is spared.
 
     Where several tenants run, each may take as much of a pass as the least demanding of them would take for itself
     (max-min fairness by time), and a tenant with nothing running is admitted beyond `max_running`, up to twice as many.
@@ -275,8 +275,10 @@ class Scheduler:
         return bool(self.waiting or self.loading) or any(sequence.waits_for_first_token for sequence in self.running)
 
     def add(self, sequence: RequestSequence) -> None:
-        """Queue a request."""
-        self.waiting.push(sequence, sequence.tenant, len(sequence.tokens))
+        """Queue a request. A check goes before all others of its tenant, as its tokens are within a budget, and calls
+        are computed until it is judged.
+        """
+        self.waiting.push(sequence, sequence.tenant, len(sequence.tokens), is_first=sequence.is_check)
         if self._service:
             self._service.live.began(sequence.key, sequence.turn and sequence.turn.session, len(sequence.tokens))
 
@@ -356,12 +358,14 @@ class Scheduler:
         return True
 
     def victim(self, sequence: RequestSequence) -> RequestSequence | None:
-        """Return the running request that loses its blocks to a tenant's first one: the youngest of the tenant that
-        runs the most, if it runs several. None if `sequence` may not preempt.
+        """Return the running request that loses its blocks to a tenant's first one: a check, or the youngest of the
+        tenant that runs the most, if it runs several. None if `sequence` may not preempt.
         """
         running = Counter(one.tenant for one in self.running)
         if not running or not self._is_first(sequence):
             return None
+        if check := next((one for one in self.running if one.is_check and not one.finish), None):
+            return check
         tenant, many = running.most_common(1)[0]
         own = [one for one in self.running if one.tenant == tenant and not one.finish]
         return own[-1] if many > 1 and own else None
@@ -372,9 +376,10 @@ class Scheduler:
         self.preempted.append(sequence)
 
     def _is_first(self, sequence: RequestSequence) -> bool:
-        """Return whether no other request of its tenant runs or has stepped aside."""
+        """Return whether no other request of its tenant runs or has stepped aside. A check is none, and never first."""
         begun = (*self.running, *self.preempted, *self.loading)
-        return all(one is sequence or one.tenant != sequence.tenant for one in begun)
+        others = (one for one in begun if one is not sequence and not one.is_check)
+        return not sequence.is_check and all(one.tenant != sequence.tenant for one in others)
 
     def _has_place(self, sequence: RequestSequence) -> bool:
         """Return whether another request may run and a pass has tokens left for it; a tenant's first request needs

@@ -173,6 +173,8 @@ class RequestSequence(Sequence):
     """Whether its stream has ended, with a completion or an error."""
     turn: Turn | None = None
     """Its place in its session; None where it reuses nothing."""
+    is_check: bool = False
+    """Whether nobody waits for it but the guard."""
 
     @property
     def exact_limit(self) -> int:
