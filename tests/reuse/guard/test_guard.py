@@ -12,6 +12,7 @@ from math import inf
 import pytest
 
 from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardNote, GuardOrders, GuardState
+from kedge.reuse.guard import fidelity
 from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.fidelity import LEARNING, LEAST, RUNGS, RungFinding
@@ -365,6 +366,22 @@ def test_beside_a_check_of_what_is_served_one_that_may_be_cheaper_is_tried() -> 
     assert set(guard.to_try(asked, "")) == {MOVED}
     find(guard, asked, MOVED, 30 * BUDGET, times=40)
     assert MOVED not in {rung for _ in range(60) for rung in guard.to_try(asked, "")}
+
+
+def test_once_so_many_comparisons_have_proved_nothing_others_can_wait() -> None:
+    """An agent that is never proved would else take all of the budget for ever."""
+    guard, asked = QualityGuard(SETTINGS), request("a")
+    find(guard, asked, ANCHORS, BUDGET, times=fidelity.SETTLED - 1)
+    assert guard.verdict(asked).tried == EVERYTHING and not guard.verdict(asked).is_settled
+    find(guard, asked, ANCHORS, BUDGET, times=1)
+    assert guard.verdict(asked).tried == EVERYTHING and guard.verdict(asked).is_settled
+
+
+@pytest.mark.parametrize(("mode", "is_tried"), [(GuardMode.ON, False), (GuardMode.SHADOW, True)])
+def test_a_call_that_was_computed_while_its_agent_was_proved_is_not_tried(mode: GuardMode, is_tried: bool) -> None:
+    """Unless nothing is ever translated, and all is measured."""
+    guard, asked = proved(), request("a", guard=GuardOrders(mode))
+    assert bool(guard.to_try(asked, EVERYTHING)) is is_tried
 
 
 def test_a_withheld_placeholder_is_tried_on_the_rung_that_serves() -> None:

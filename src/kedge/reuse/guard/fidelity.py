@@ -243,6 +243,11 @@ class Proof:
         known = seen.divergence if seen else MeanEvidence(1.0, 1.0, RUNGS[number].usual, 0.0, 1)
         return known.missing(budget, alpha / len(RUNGS)) + (seen is None), known.mean
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether more comparisons of the rung that was compared most would hardly make its bound tighter."""
+        return any(one.divergence.count >= SETTLED for one in self.rungs.values())
+
     def note(self, budget: float, alpha: float) -> FidelityNote:
         """Return the proof as it stands, for receipts."""
         curve = tuple(

@@ -92,7 +92,9 @@ class GuardVerdict:
     tried: str = ""
     """The withheld placeholder that the comparison translates, or `EVERYTHING`; "": the request itself is translated"""
     is_settled: bool = False
-    """Whether the comparison can wait: its agent's first calls have been compared, and its mean hardly seems to rise"""
+    """Whether the comparison can wait: its agent's first calls have been compared, and its mean hardly seems to rise.
+    Or so many have been compared that proved nothing
+    """
 
 
 class QualityGuard:
@@ -159,8 +161,10 @@ class QualityGuard:
         with self._lock:
             orders = self._orders(request, mode, keys)
             if EVERYTHING in orders.withheld:
+                # what is read where it was computed is exact
                 moves = any(one.segment.is_placeholder and not reads_in_place(request, one) for one in layout(request))
-                return GuardVerdict(orders, moves, EVERYTHING)  # what is read where it was computed is exact
+                proof = self._proofs.get(request.workflow_agent)
+                return GuardVerdict(orders, moves, EVERYTHING, is_settled=bool(proof and proof.is_settled))
             if orders.withheld and self._rng.random() < TRIED:
                 tried = self._rng.choice(sorted(orders.withheld))
                 return GuardVerdict(replace(orders, held_out=True), True, tried)
@@ -185,7 +189,8 @@ class QualityGuard:
 
     def to_try(self, request: GenerateRequest, tried: str) -> list[int | None]:
         """Return the rungs on which a check translates what it tries: those that may come to serve the agent, or that
-        which does. Beside a check of what is served, those that may be cheaper.
+        which does. Beside a check of what is served, those that may be cheaper. None for a call that was computed while
+        its agent was proved: that costs time which others need for their proof.
         """
         if tried not in ("", EVERYTHING):
             return [request.guard.rung]
@@ -193,6 +198,8 @@ class QualityGuard:
             proof = self._proofs.get(request.workflow_agent)
             if proof is None or isinf(budget := self.budget(request)):
                 return [request.guard.rung] if tried else []
+            if tried and self.mode(request) is GuardMode.ON and proof.choose(budget, ALPHA) is not None:
+                return []
             return [*proof.to_try(budget, ALPHA)]
 
     def needs_control(self, request: GenerateRequest) -> bool:

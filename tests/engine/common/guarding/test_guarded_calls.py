@@ -23,6 +23,7 @@ from kedge.engine.common.guarding.guarded_calls import GRACE, MAX_WAITING, PATIE
 from kedge.engine.common.stream import TokenStream
 from kedge.errors import EngineClosed, GenerationFailed, Overloaded, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders
+from kedge.reuse.guard.fidelity import Proof
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.reuse.guard.record import TRIALS
 from kedge.settings import GuardSettings
@@ -226,6 +227,13 @@ def test_a_client_sees_the_log_probabilities_that_it_asked_for_even_where_the_gu
     assert tuple(seen) == done.logprobs and len(done.logprobs) == (0 if logprobs is None else size)
     assert all(len(one.top) == min(2, logprobs or 0) for one in seen)
     engine.close()
+
+
+def test_a_trial_can_wait_where_many_have_proved_nothing(fake: Fake) -> None:
+    engine = fake()
+    with patch.object(Proof, "is_settled", new=True), patch.object(engine.calls.checks, "add") as add:
+        engine.submit(request(guard=GuardOrders(GuardMode.SHADOW, fidelity=0.002))).result(10)
+    assert add.call_args.args[0].is_settled and add.call_args.args[0].tried == EVERYTHING
 
 
 def test_a_guard_that_fails_on_arrival_translates_nothing(fake: Fake) -> None:
@@ -514,6 +522,31 @@ def test_checks_of_settled_agents_let_others_go_first_and_take_a_fifth_of_the_bu
         one.checks.left(4000 * one.checks.computed)
         one.finish()
         assert one.checks.drain(10) and [check.is_settled for check in one.judged] == [False, True]
+
+
+def test_the_agent_whose_checks_took_fewer_tokens_of_late_goes_first_and_its_tenant_before_that() -> None:
+    """All readers of a team are proved together, and another tenant's waits behind none of many agents."""
+    with bench(max_pending=8) as one:
+        one.add(agent="dear")
+        one.finish()
+        assert one.checks.drain(10) and one.checks.computed
+        one.checks.arrived(ELSEWHERE)
+        waiting = [one.add(agent="dear"), one.add(agent="cheap"), one.add(agent="other", tenant="other")]
+        one.checks.left(0)
+        for _ in waiting:
+            one.finish()
+        assert one.checks.drain(10) and one.judged[1:] == waiting[::-1]
+
+
+def test_checks_of_what_is_served_have_half_of_the_tokens_whatever_new_agents_come() -> None:
+    with bench(max_pending=64) as one:
+        one.checks.arrived(ELSEWHERE)
+        trials = [one.add(agent=f"new-{number}") for number in range(20)]
+        served = [one.add(agent="served", dense=True) for _ in range(4)]
+        one.checks.left(0)
+        for _ in (*trials, *served):
+            one.finish()
+        assert one.checks.drain(10) and all(check in one.judged[:8] for check in served)
 
 
 def test_the_end_of_a_run_waits_for_its_trials_only() -> None:

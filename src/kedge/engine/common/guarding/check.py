@@ -132,7 +132,13 @@ def _untranslated(again: GenerateRequest, reuse: ReuseMode) -> GenerateRequest:
 
 
 def trial(
-    request: GenerateRequest, served: Completion, tried: str, rungs: Sequence[int | None], *, control: bool = True
+    request: GenerateRequest,
+    served: Completion,
+    tried: str,
+    rungs: Sequence[int | None],
+    *,
+    control: bool = True,
+    is_settled: bool = False,
 ) -> Check:
     """Return the check of a call that was served without `tried`, a withheld placeholder or all of them: it is
     translated now, on each of the `rungs`. Where all are, a control is forced to the same answer over the KV that it
@@ -141,7 +147,7 @@ def trial(
     again = [_tried(request, served, tried, rung) for rung in rungs]
     if control and tried == EVERYTHING and None not in rungs:
         again.append(_untranslated(_again(request, served, is_free=False), ReuseMode.EXACT))
-    return _check(request, served, again, tried)
+    return replace(_check(request, served, again, tried), is_settled=is_settled)
 
 
 def _tried(request: GenerateRequest, served: Completion, tried: str, rung: int | None) -> GenerateRequest:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,12 +36,15 @@ from kedge.types import (
     Namespace,
     RequestId,
     RunKey,
+    TenantId,
     TokenDelta,
     TokenLogprob,
     WorkflowAgent,
 )
 
 End = Callable[[], None]
+Sharers = tuple[TenantId, bool, WorkflowAgent]
+"""The tenant of a check, whether it is a trial, and its agent: those who share the budget"""
 PATIENCE = 5.0
 """Most seconds without a request after which an engine counts as idle, `GRACE` being the fewest: what a check took
 beside many requests says nothing of an idle engine"""
@@ -63,6 +66,10 @@ def _carry_out(end: End) -> None:
         logger.exception("a run could not be ended after its checks")
 
 
+def _sharers(check: Check) -> Sharers:
+    return check.of.tenant, bool(check.tried), check.of.workflow_agent
+
+
 class CheckThread:
     """The checks of one engine. Of more than `MAX_PENDING` that wait, the oldest one is dropped of the agent with the
     most, of the tenant with the most. Any thread may call.
@@ -78,6 +85,8 @@ class CheckThread:
         self._submit, self._judged, self._settings = submit, judged, settings
         self._changed = threading.Condition()
         self._waiting: deque[Check] = deque()
+        self._recent: deque[tuple[Sharers, int]] = deque(maxlen=MAX_PENDING)
+        """Whose the last checks were, and the tokens that they took"""
         self._current: Check | None = None
         self._in_flight, self._idle_since = 0, time.monotonic()
         self._credit, self._is_charged = 0.0, False
@@ -231,8 +240,14 @@ class CheckThread:
         return 0
 
     def _first(self) -> Check:
-        """Return the check to carry out next: the oldest of an agent that is not settled, or else of any."""
-        return next((check for check in self._waiting if not check.is_settled), self._waiting[0])
+        """Return the check to carry out next: of those that are not settled, or else of all, one of the tenant, then of
+        the kind, then of the agent that had the fewest tokens of late. A check of a translated call takes four times as
+        many as a trial: so it is not kept waiting by new agents, nor are they by it.
+        """
+        spent = Counter[Hashable]()
+        for sharers, tokens in self._recent:
+            spent.update(dict.fromkeys(sharers, tokens))
+        return min(self._waiting, key=lambda one: (one.is_settled, *map(spent.__getitem__, _sharers(one))))
 
     def _carry_out(self, check: Check) -> None:
         is_done, answers, began = False, list[Completion | None](), time.monotonic()
@@ -251,6 +266,7 @@ class CheckThread:
                 self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
             if self._is_charged:  # later requests pay for what it took on top
                 self._credit, self._is_charged = self._credit - computed, False
+            self._recent.append((_sharers(check), computed))
             self.computed += computed
             self.done += is_done
             self.dropped += not is_done
@@ -384,7 +400,8 @@ class GuardedCalls:
                 self.guard.translated(served, names)
                 rungs = self.guard.to_try(served, call.tried) if call.is_checked else []
                 if call.tried and rungs:
-                    self.checks.add(trial(served, done, call.tried, rungs, control=self.guard.needs_control(served)))
+                    control, can_wait = self.guard.needs_control(served), call.is_settled
+                    self.checks.add(trial(served, done, call.tried, rungs, control=control, is_settled=can_wait))
                 elif call.is_checked and names:
                     beside = [one for one in rungs if one is not None]
                     self.checks.add(dense_check(served, done, beside, is_settled=call.is_settled))
