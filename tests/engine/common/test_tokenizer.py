@@ -89,7 +89,7 @@ def test_a_stream_is_the_text_of_the_whole(family: str, data: st.DataObject) -> 
     tokenizer = TOKENIZERS[family]
     tokens = data.draw(st.lists(st.integers(0, tokenizer.inner.vocab_size - 1), max_size=20))
     stream = TextStream(tokenizer, ())
-    out = [stream.push(token) for token in tokens] + [stream.flush()]
+    out = [*map(stream.push, tokens), stream.flush(), stream.flush()]
     assert "".join(out) == stream.text == tokenizer.inner.decode(tokens, skip_special_tokens=True)
 
 

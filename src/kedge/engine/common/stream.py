@@ -110,9 +110,9 @@ class TextStream:
         return self._release(len(self._held) - (0 if self.stopped else self._maybe_stop()))
 
     def flush(self) -> str:
-        """Return everything that is still held back."""
+        """Return everything that is still held back: nothing at a second call."""
         if not self.stopped and not self._cut(more := self._more()):
-            self._held += more
+            self._held, self._known = self._held + more, len(self._tokens)
         return self._release(len(self._held))
 
     def _more(self) -> str:
