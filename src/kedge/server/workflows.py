@@ -372,7 +372,7 @@ async def cancel(run: str, caller: TheCaller) -> Response:
 
 @router.post("/v1/hints")
 async def hints(body: dict[str, Any], caller: TheCaller) -> Response:
-    """Take hints without a prompt: a changed forecast, the end of a run, and what is said of sessions.
+    """Take hints without a prompt: a changed forecast, the end of a run, and hints about sessions.
 
     The answer has what becomes of each. A call counts one against the tenant's hints per minute, and one more for each
     agent in its forecast and each session that it expects.

@@ -40,11 +40,11 @@ class AnswerWriter(ABC):
         """Return a whole answer to a call, from the text and tool calls of each choice. For dialects of one choice: its
         events are written, and `ended` returns the answer that they add up to.
         """
-        for _ in self.add(0, said[0], None):
+        ((parsed, delta),) = said
+        for _ in self.add(0, (parsed, delta), None):
             pass
-        completion = said[0][1].completion
-        assert completion
-        return self.ended(completion)
+        assert delta.completion
+        return self.ended(delta.completion)
 
     def ended(self, completion: Completion) -> dict[str, Any]:
         """Return the answer of one choice whose events have been written."""

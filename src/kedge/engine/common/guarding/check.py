@@ -123,7 +123,7 @@ def dense_check(
     """
     again = _untranslated(_again(request, served), ReuseMode.OFF)
     others = [_tried(request, served, EVERYTHING, rung) for rung in rungs]
-    return replace(_check(request, served, [again, *others]), is_settled=is_settled)
+    return _check(request, served, [again, *others], is_settled=is_settled)
 
 
 def _untranslated(again: GenerateRequest, reuse: ReuseMode) -> GenerateRequest:
@@ -147,7 +147,7 @@ def trial(
     again = [_tried(request, served, tried, rung) for rung in rungs]
     if control and tried == EVERYTHING and None not in rungs:
         again.append(_untranslated(_again(request, served, is_free=False), ReuseMode.EXACT))
-    return replace(_check(request, served, again, tried), is_settled=is_settled)
+    return _check(request, served, again, tried, is_settled=is_settled)
 
 
 def _tried(request: GenerateRequest, served: Completion, tried: str, rung: int | None) -> GenerateRequest:
@@ -163,11 +163,13 @@ def _check(
     served: Completion,
     again: Sequence[GenerateRequest],
     tried: str = "",
+    *,
+    is_settled: bool,
 ) -> Check:
     """Return a check that holds no more of an answer than a comparison reads: it may have to wait."""
     decisions = AnswerDecisions.of(served.text, request.guard.pick, is_whole=True)
     kept = replace(served, text="", tokens=(), logprobs=served.logprobs[:COMPARED_TOKENS], prompt_logprobs=())
-    return Check(request, kept, tuple(again), tried, decisions)
+    return Check(request, kept, tuple(again), tried, decisions, is_settled)
 
 
 def _again(request: GenerateRequest, served: Completion, *, is_free: bool = True) -> GenerateRequest:
