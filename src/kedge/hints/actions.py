@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from kedge.hints.values import MAX_EXPECTED, MAX_KEPT_SECONDS, read_seconds, read_text, without_infinity
+from kedge.hints.values import MAX_EXPECTED, MAX_KEPT_SECONDS, read_seconds, read_text
 
 Payload = Mapping[str, Any]
 
@@ -60,11 +60,6 @@ class Wishes:
     """Other sessions -> seconds until they are needed; infinite: not any more"""
     outcomes: list[ActionOutcome] = field(default_factory=list)
     rejected: int = 0
-
-    def to_hints(self) -> dict[str, Any]:
-        """Return them as fields of `kedge`."""
-        found = {"keep_for": self.keep_for, "expects": without_infinity(self.expects) or None}
-        return {name: value for name, value in found.items() if value is not None}
 
 
 SHARED = ActionOutcome("", "equal beginnings of prompts share their KV within a tenant", ActionResult.APPLIED)

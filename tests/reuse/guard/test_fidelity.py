@@ -253,6 +253,17 @@ def test_a_repeated_prompt_proves_nothing_more_but_shows_what_got_worse() -> Non
     assert proof.rungs[2].divergence.count == 2, "it was not compared on this rung"
 
 
+def test_what_translates_nothing_is_tried_less_and_less_until_it_does() -> None:
+    proof, tries = Proof(), 0
+    for _ in range(400):
+        rungs = proof.to_try(BUDGET, ALPHA)
+        proof.vain.update(rungs)
+        tries += bool(rungs)
+    assert LEAST < tries < 6 * LEAST and any(proof.to_try(BUDGET, ALPHA) for _ in range(64))
+    observe(proof, RungFinding(1, BUDGET / 10, 0.1))
+    assert 1 in proof.to_try(BUDGET, ALPHA)
+
+
 def test_every_budget_has_a_rung_of_its_own() -> None:
     """Calls of one agent with different budgets change nothing of each other's."""
     proof = found(found(Proof(), 1, BUDGET / 5), 5, BUDGET / 100, computed=0.5)

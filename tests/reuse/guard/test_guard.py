@@ -16,6 +16,7 @@ from kedge.reuse.guard import fidelity
 from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.fidelity import LEARNING, LEAST, RUNGS, RungFinding
+from kedge.reuse.guard.fidelity import SETTLED as ENOUGH
 from kedge.reuse.guard.guard import MORE, QualityGuard, SavedGroup
 from kedge.reuse.guard.record import SETTLED, TRIALS
 from kedge.settings import GuardSettings
@@ -345,9 +346,24 @@ def test_more_is_compared_near_the_budget_and_while_decisions_are_not_known_well
         guard.observe(asked, ("a",), CLEAN)
     assert guard.notes(asked)[0].state is GuardState.ON
     assert 0.06 < checked(guard, asked) < 0.14
-    find(guard, asked, ANCHORS, 0.9 * BUDGET, times=60)
-    assert guard.verdict(asked).orders.rung == ANCHORS
-    assert 0.3 < checked(guard, asked) < 0.5
+    find(guard, asked, ANCHORS, 0.4 * BUDGET, times=60)
+    assert 0.2 < checked(guard, asked) < 0.4
+
+
+def test_all_are_compared_while_the_mean_may_be_above_the_budget_and_wait_once_more_would_not_say() -> None:
+    guard, asked = QualityGuard(SETTINGS), request("a")
+    find(guard, asked, MOVED, 0.2 * BUDGET, times=16)
+    checked(guard, asked, SETTLED)
+    assert guard.verdict(asked).is_settled and checked(guard, asked) < 0.5
+    for _ in range(20):  # the mean stays below the budget, and the second of each pair says that it does not rise
+        for share in (1.3, 0.15):
+            find(guard, asked, MOVED, share * BUDGET, times=1)
+        found = guard.fidelity(asked)
+        assert found and found.rung == RUNGS[MOVED].name and found.bound
+        if found.bound > BUDGET:
+            assert checked(guard, asked, 50) == 1.0
+            assert guard.verdict(asked).is_settled == (found.checks >= ENOUGH)
+    assert found.bound > BUDGET and found.checks > ENOUGH
 
 
 @pytest.mark.parametrize(("noise", "counts"), [(0.0, False), (1e-6, False), (3e-4, True)])

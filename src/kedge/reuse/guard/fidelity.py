@@ -215,9 +215,9 @@ class Proof:
 
     def to_try(self, budget: float, alpha: float, hopeless: float = 4.0) -> list[int]:
         """Return the rungs that may be cheaper than the one that serves and are not known to be too far off, first the
-        one that lacks the fewest comparisons. Those by anchors are tried again now and then, as anchors get better,
-        those that translated nothing, and those of which two comparisons already have a mean of `hopeless` budgets:
-        each costs as many tokens as the answer has.
+        one that lacks the fewest comparisons. Those by anchors are tried again now and then, as anchors get better, and
+        those of which two comparisons already have a mean of `hopeless` budgets: each costs as many tokens as the
+        answer has. Those that translated nothing are tried less and less.
         """
         served = self.choose(budget, alpha)
         least = RUNGS[served].weak_error if served is not None and RUNGS[served].by_anchors else 0.0
@@ -227,7 +227,7 @@ class Proof:
         for number, rung in enumerate(RUNGS):
             seen = self.rungs.get(number)
             is_turn = self.tried % RETRIED == 0
-            if self.vain[number] >= LEAST and not is_turn:
+            if self.tried % RETRIED ** min(self.vain[number] // LEAST, 3):  # each computes a whole prompt
                 continue
             is_far = seen is not None and seen.divergence.count > 1 and seen.divergence.mean > hopeless * budget
             is_near = seen is None or (seen.divergence.lower(alpha) <= budget and (is_turn or not is_far))

@@ -174,17 +174,17 @@ class QualityGuard:
             return GuardVerdict(orders, is_translated and self._rng.random() < share, is_settled=is_settled)
 
     def _share(self, request: GenerateRequest, *, is_new: bool) -> tuple[float, bool]:
-        """Return the share of an agent's translated calls that are compared: the first ones all, and those after a
-        comparison that was unusual; else by how near the bound of its divergence is to the budget. And whether these
-        comparisons can wait.
+        """Return the share of an agent's translated calls that are compared: the first ones all, those after a
+        comparison that was unusual, and those whose divergence may be above the budget in the mean, for its bound is;
+        else by how near the bound is to the budget. And whether these comparisons can wait.
         """
         proof, budget = self._proofs.get(request.workflow_agent), self.budget(request)
         near = float(is_new)
         if proof is not None and not isinf(budget):
-            serving = proof.serving.use(budget, Serving)
-            if serving.calls < SETTLED or serving.suspicion:
-                return 1.0, serving.calls >= SETTLED and serving.suspicion < URGENT
-            near = max(near, proof.nearness(budget, ALPHA))
+            serving, near = proof.serving.use(budget, Serving), max(near, bound := proof.nearness(budget, ALPHA))
+            if serving.calls < SETTLED or serving.suspicion or bound == 1:
+                can_wait = bound < 1 or proof.is_settled
+                return 1.0, can_wait and serving.calls >= SETTLED and serving.suspicion < URGENT
         return min(1.0, self._settings.share * (1 + (MORE - 1) * near)), True
 
     def to_try(self, request: GenerateRequest, tried: str) -> list[int | None]:
