@@ -21,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.integrations.vllm import guarded_server
 from kedge.integrations.vllm.guarded_server import ServerGuard, start_guard
 from kedge.integrations.vllm.plugin.settings import SCHEDULER, PluginSettings
 from kedge.integrations.vllm.plugin.translations import UNPROVED_HERE
@@ -290,3 +291,17 @@ def test_a_server_without_a_guard_starts(tmp_path: Path, monkeypatch: pytest.Mon
         with monkeypatch.context() as patch:
             patch.setattr(engine.model_config, name, value)
             assert asyncio.run(start_guard(engine)) is None and engine.generate == generate
+
+
+def test_where_nothing_is_translated_no_prompt_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = Engine(tmp_path), list[str]()
+    engine.vllm_config.kv_transfer_config = KVTransferConfig(kv_connector="KedgeConnector", kv_role="kv_both")
+
+    async def answer(_: str, what: str, *, engine: str) -> str | None:
+        asked.append(what)
+        return "vLLM's scheduler is not Kedge's" if engine == "second" else None
+
+    engine.engine_core = SimpleNamespace(core_engines=["first", "second"], _call_utility_async=answer)
+    monkeypatch.setattr(guarded_server, "ServerGuard", lambda *_: pytest.fail("it has one"))
+    assert asyncio.run(start_guard(engine)) is None
+    assert asked == ["translation_refusal"] * 2

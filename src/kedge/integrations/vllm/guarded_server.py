@@ -33,7 +33,7 @@ from kedge.guard import GuardMode
 from kedge.integrations.vllm.engine.driver import ALIKE, Driver, StreamedResponse, sampling_params
 from kedge.integrations.vllm.engine.engine import keep_guard, warm_up, within_top
 from kedge.integrations.vllm.entry_point import COMPARABLE, is_plugged
-from kedge.integrations.vllm.plugin.hints import HintedRequest, end_of, guard_hints, read_hints, tell
+from kedge.integrations.vllm.plugin.hints import HintedRequest, ask, end_of, guard_hints, read_hints, tell
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, TokenDelta, TurnHints, new_request_id
 
@@ -61,6 +61,8 @@ async def start_guard(client: Any) -> ServerGuard | None:
         logger.warning("kedge: no guard: it needs vLLM's max_logprobs above 0, and logprobs_mode %s", COMPARABLE)
         return None
     try:
+        if any(await ask(client.engine_core, "translation_refusal")):  # which the plug-in has logged
+            return None
         settings = PluginSettings.model_validate(client.vllm_config.kv_transfer_config.kv_connector_extra_config)
         guard = ServerGuard(client, settings, HFTokenizer.load(Path(model.tokenizer)))
         if settings.guard.mode is not GuardMode.OFF:

@@ -14,6 +14,8 @@ from vllm.utils.system_utils import get_mp_context
 
 from kedge.engine.common.guarding import check
 from kedge.engine.common.guarding.check import dense_check
+from kedge.engine.common.model_folder import model_path
+from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders, GuardState
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.integrations.vllm.forced_answers import ForcedAnswers
@@ -34,6 +36,7 @@ from kedge.types import (
 )
 from tests.integrations.vllm.conftest import SCHEDULING, prompt, save_tiny_nano
 from tests.integrations.vllm.engine.test_engine import PATIENCE, wait_until
+from tests.integrations.vllm.test_cache_groups import gemma3
 
 FAULT = "KEDGE_TEST_FAULT"
 WORKER = f"""
@@ -193,3 +196,18 @@ def test_a_fault_in_the_worker_ends_translation(engine: VLLMEngine, fault: Path)
     assert ("q", WITHHELD) in {(miss.segment, miss.reason) for one in receipts for miss in one.misses}
     assert all(note.state is GuardState.SHADOW for one in receipts for note in one.guard)
     wait_until(lambda: is_at_rest(engine))
+
+
+def test_where_nothing_is_translated_no_prompt_is_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Trials would compute every prompt once more, and never say anything."""
+    gemma3().eval().save_pretrained(tmp_path)
+    HFTokenizer.load(model_path(None)).inner.save_pretrained(tmp_path)
+    own = {"max_model_len": 384, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "block_size": 32, "dtype": "float32"}
+    with VLLMEngine(tmp_path, EngineSettings(backend="vllm", vllm=own)) as engine:
+        assert "nothing is translated: the model has 3 KV cache groups" in caplog.text
+        for number in range(3):
+            done = engine.submit(question(number)).result(PATIENCE)
+            assert not done.receipt.translated and done.receipt.fidelity is None
+        engine.wait_idle()
+        guard: Any = engine.inspect()["guard"]
+        assert guard["checks_done"] == guard["checks_dropped"] == 0

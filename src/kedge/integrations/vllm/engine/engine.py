@@ -7,6 +7,7 @@ and the ends of runs.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from kedge.integrations.vllm.engine.driver import Driver
     from kedge.reuse.guard.guard import QualityGuard
 
+logger = logging.getLogger(__name__)
 STATE_GRACE = 60
 """Seconds that vLLM's processes may take to end where they write a last snapshot"""
 
@@ -132,8 +134,11 @@ class VLLMEngine(Engine):
         self._grammars = Grammars(self.tokenizer, () if eos is None else (eos,), self._vocab_size)
         self._guard = GuardedCalls(self._submit_check, self.config.guard)
         self._guard_state: Snapshots | None = None
-        # without the plug-in nothing is translated, and without log-probabilities nothing can be compared
-        self._is_guarded = self._plugged and self._max_logprobs != 0
+        reasons = self._portal.call(ask, self._driver.llm.engine_core, "translation_refusal") if self._plugged else []
+        for refusal in filter(None, reasons):
+            logger.warning("nothing is translated: %s", refusal)
+        # where nothing is translated there is nothing to compare, and without log-probabilities nothing to do it with
+        self._is_guarded = self._plugged and not any(reasons) and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
             warm_up(self._submit_check)
         if self._is_guarded and (state := self._keeping.state) is not None:

@@ -220,7 +220,8 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
 
 def answer(core: EngineCore, what: str, *given: Any) -> Any:
     """Answer a call of vLLM's client to the plug-in in its engine core, between two steps (`hints.ask`): `tell` it
-    messages, or ask for its `report` of plain traffic or for the `receipt` of a request that was aborted.
+    messages, or ask for its `report` of plain traffic, for the `receipt` of a request that was aborted, or for its
+    `translation_refusal`.
     """
     connectors = (core.scheduler.connector, *getattr(core.scheduler.connector, "_connectors", ()))
     side = next(one for one in connectors if isinstance(one, KedgeConnector))

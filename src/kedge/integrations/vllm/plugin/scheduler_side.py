@@ -217,6 +217,10 @@ class SchedulerSide:
         """Return what was found in plain traffic."""
         return self.plain.report()
 
+    def translation_refusal(self) -> str | None:
+        """Return the reason why nothing is translated, or None."""
+        return self.translations.refusal
+
     def receipt(self, name: str) -> Mapping[str, Any] | None:
         """Return the receipt of one of the last requests that were aborted, by its client's name for it: vLLM's has a
         hyphen and a random suffix behind that.
