@@ -10,16 +10,7 @@ import pytest
 
 from kedge.cli.main import app
 from kedge.settings import Settings
-from tests.budget import (
-    ROOT,
-    commands,
-    constants,
-    history,
-    lines,
-    lines_by_room,
-    overspent,
-    settings,
-)
+from tests.budget import ROOT, commands, constants, history, lines, lines_by_room, overspent, settings
 
 HISTORY = list(history())
 BUDGET = HISTORY[-1]

@@ -24,17 +24,7 @@ from benchmarks.vllm.team import team_case
 from benchmarks.workflow.measure import QUICK, CaseSizes, cases
 from kedge.bench.flows import percentile, with_given
 from kedge.bench.shapes import to_compare
-from kedge.bench.vllm import (
-    BLOCK,
-    Case,
-    Figures,
-    KvRoom,
-    Progress,
-    VllmBenchSettings,
-    VllmCall,
-    VllmLane,
-    measure_flow,
-)
+from kedge.bench.vllm import BLOCK, Case, Figures, KvRoom, Progress, VllmBenchSettings, VllmCall, VllmLane, measure_flow
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.integrations.vllm.plugin.settings import SCHEDULER

@@ -19,17 +19,7 @@ from typing import Any
 from benchmarks.ttft import LEAD, TAIL, CopyMachine
 from kedge.bench.flows import with_given
 from kedge.bench.load import OPEN
-from kedge.bench.vllm import (
-    KEDGE,
-    STOCK,
-    Figures,
-    KvRoom,
-    Progress,
-    VllmBenchSettings,
-    VllmCall,
-    VllmLane,
-    VllmTrial,
-)
+from kedge.bench.vllm import KEDGE, STOCK, Figures, KvRoom, Progress, VllmBenchSettings, VllmCall, VllmLane, VllmTrial
 from kedge.integrations.vllm.plugin.hints import ask, expected_prompt, request_hints
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.types import GenerateRequest, Tokens

@@ -8,17 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.engine.echo import ByteTokenizer, EchoEngine
-from kedge.types import (
-    FinishReason,
-    GenerateRequest,
-    Miss,
-    ReuseMode,
-    SampleId,
-    SamplingParams,
-    Segment,
-    Source,
-    Span,
-)
+from kedge.types import FinishReason, GenerateRequest, Miss, ReuseMode, SampleId, SamplingParams, Segment, Source, Span
 
 
 @pytest.fixture

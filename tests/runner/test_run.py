@@ -10,17 +10,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
 from kedge.runner.run import EventKind, RunEvent, run
-from kedge.types import (
-    ClientId,
-    GenerateRequest,
-    Namespace,
-    ReuseMode,
-    RunId,
-    RunKey,
-    SampleId,
-    TenantId,
-    ValueKind,
-)
+from kedge.types import ClientId, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, ValueKind
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.steps import UNKNOWN

@@ -10,26 +10,11 @@ from hashlib import blake2b
 
 from kedge.discovery import token_bytes
 from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BYTES, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES, SHORT
-from kedge.discovery.found_agents import (
-    BLOCK_TOKENS,
-    LEAST_SHARE,
-    FoundAgent,
-    FoundAgents,
-    grouped,
-)
+from kedge.discovery.found_agents import BLOCK_TOKENS, LEAST_SHARE, FoundAgent, FoundAgents, grouped
 from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.report import PlainTotals, Served
 from kedge.discovery.runs import FoundRun, FoundRuns, TextsOfRuns
-from kedge.discovery.templates import (
-    Example,
-    Filled,
-    Occurrence,
-    PromptTemplate,
-    Slot,
-    answers_of,
-    is_answer,
-    learn,
-)
+from kedge.discovery.templates import Example, Filled, Occurrence, PromptTemplate, Slot, answers_of, is_answer, learn
 from kedge.policies.fixed_prompts import MAX_BLOCKS, SharedHeads
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of

@@ -12,15 +12,7 @@ from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
 from kedge.anchors.translator import Translation
 from kedge.guard import EVERYTHING
 from kedge.reuse.guard.fidelity import RUNGS, Rung
-from kedge.reuse.layout import (
-    Placed,
-    can_move,
-    later_prefixes,
-    layout,
-    reads_in_place,
-    shared_text,
-    template_key,
-)
+from kedge.reuse.layout import Placed, can_move, later_prefixes, layout, reads_in_place, shared_text, template_key
 from kedge.reuse.plan import CHEAPER, ReusePlan, Sentinel, spans_of
 from kedge.settings import PlannerConstants, PlannerSettings
 from kedge.types import GenerateRequest, Miss, Source, Span

@@ -11,18 +11,7 @@ from pydantic import Field
 
 from kedge.errors import PromptTooLong
 from kedge.hints.values import cache_marks
-from kedge.server.http import (
-    ERRORS,
-    PLACE,
-    STREAMED,
-    Body,
-    JSONAnswer,
-    TypedRoute,
-    accepted,
-    event,
-    read_as,
-    sent_as,
-)
+from kedge.server.http import ERRORS, PLACE, STREAMED, Body, JSONAnswer, TypedRoute, accepted, event, read_as, sent_as
 from kedge.server.openai import prompts
 from kedge.server.openai.generation import answer
 from kedge.server.openai.protocol import DROPPED, CallBody, ChatBody, Count

@@ -23,15 +23,7 @@ from kedge.engine.common.watched import Watcher
 from kedge.reuse.reasons import pieces
 from kedge.server.http import CallFailure, receipt
 from kedge.structures.bounded import ENTRIES, BoundedDict
-from kedge.types import (
-    AgentKey,
-    Completion,
-    GenerateRequest,
-    RequestId,
-    TenantId,
-    Tokens,
-    WorkflowAgent,
-)
+from kedge.types import AgentKey, Completion, GenerateRequest, RequestId, TenantId, Tokens, WorkflowAgent
 from kedge.workflow.forecast import Changes
 
 REMEMBERED = 64

@@ -14,17 +14,7 @@ from fastapi import APIRouter, Response
 
 from kedge.checks import brief
 from kedge.errors import PromptTooLong, RequestError
-from kedge.server.http import (
-    ERRORS,
-    EVENTS,
-    PLACE,
-    STREAMED,
-    TypedRoute,
-    accepted,
-    event,
-    read_as,
-    usage,
-)
+from kedge.server.http import ERRORS, EVENTS, PLACE, STREAMED, TypedRoute, accepted, event, read_as, usage
 from kedge.server.openai.generation import answer, failure
 from kedge.server.openai.protocol import CallBody, ChatBody, Count, Function, Tool
 from kedge.server.openai.tool_calls import ToolCall, read_json

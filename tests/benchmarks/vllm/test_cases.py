@@ -12,16 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.vllm import cases as bench
-from benchmarks.vllm.cases import (
-    FIGURES,
-    SessionClient,
-    SessionLoad,
-    VllmTurn,
-    drive,
-    figures,
-    medians,
-    random_words,
-)
+from benchmarks.vllm.cases import FIGURES, SessionClient, SessionLoad, VllmTurn, drive, figures, medians, random_words
 from benchmarks.vllm.team import DENSE, TeamSettings, agent_figures
 from benchmarks.workflow.measure import QUICK, cases, peer
 from kedge.bench.vllm import BLOCK, KEDGE, STOCK, VllmCall, VllmClients, VllmTrial, longest_call

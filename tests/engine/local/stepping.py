@@ -19,16 +19,7 @@ from kedge.engine.local.sampler import Sampler
 from kedge.engine.local.sequence import RequestSequence, Work
 from kedge.reuse.costs import EngineCosts, LinearCost
 from kedge.settings import AnchorSettings, EngineSettings, PlannerConstants, PlannerSettings
-from kedge.types import (
-    GenerateRequest,
-    Namespace,
-    ReuseMode,
-    RunKey,
-    SampleId,
-    SamplingParams,
-    Segment,
-    Tokens,
-)
+from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, SamplingParams, Segment, Tokens
 from tests.engine.local.conftest import tiny_model, tiny_tokenizer
 from tests.engine.local.test_engine import prompt as tokens
 

@@ -24,14 +24,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import EngineClosed, GenerationFailed, KedgeError, WrongThread
 from kedge.reuse.runtime import Runtime
-from kedge.types import (
-    Completion,
-    FinishReason,
-    GenerateRequest,
-    ReuseMode,
-    SampleId,
-    new_request_id,
-)
+from kedge.types import Completion, FinishReason, GenerateRequest, ReuseMode, SampleId, new_request_id
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.engine.local.stepping import prompt_of
 from tests.engine.local.test_translation import tokens as seeded

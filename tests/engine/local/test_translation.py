@@ -27,16 +27,7 @@ from kedge.settings import (
     PlannerSettings,
     TierSettings,
 )
-from kedge.types import (
-    Completion,
-    GenerateRequest,
-    Namespace,
-    ReuseMode,
-    SampleId,
-    SamplingParams,
-    Segment,
-    Tokens,
-)
+from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, SampleId, SamplingParams, Segment, Tokens
 from tests.discovery.teams import judge, solver, words
 from tests.engine.local.conftest import DEVICE, engine_of, tiny_model
 from tests.engine.local.stepping import OPEN, Stepped

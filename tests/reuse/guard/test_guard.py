@@ -20,16 +20,7 @@ from kedge.reuse.guard.fidelity import SETTLED as ENOUGH
 from kedge.reuse.guard.guard import MORE, QualityGuard, SavedGroup
 from kedge.reuse.guard.record import SETTLED, TRIALS
 from kedge.settings import GuardSettings
-from kedge.types import (
-    AgentId,
-    GenerateRequest,
-    Namespace,
-    ReuseMode,
-    SampleId,
-    Segment,
-    TenantId,
-    WorkflowId,
-)
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, SampleId, Segment, TenantId, WorkflowId
 
 CLEAN = DecisionComparison({DecisionKind.FAR: False}, 0.0)
 CHANGED = DecisionComparison({DecisionKind.FAR: True}, 2.0)

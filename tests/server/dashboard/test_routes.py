@@ -21,15 +21,7 @@ from kedge.guard import DecisionKind
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import EngineSettings, LimitSettings, ServerSettings
-from kedge.types import (
-    AgentId,
-    GenerateRequest,
-    ReuseMode,
-    SampleId,
-    Segment,
-    TenantId,
-    WorkflowId,
-)
+from kedge.types import AgentId, GenerateRequest, ReuseMode, SampleId, Segment, TenantId, WorkflowId
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import FLOW, PAIR, TEMPLATE, YAML, Served, serving, wait_until
 

@@ -35,12 +35,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
 from kedge.engine.local.sequence import RequestSequence
 from kedge.engine.validation import require_advice, require_new_id, require_sensible, sensible_hints
-from kedge.errors import (
-    EngineClosed,
-    Overloaded,
-    RequestError,
-    WrongThread,
-)
+from kedge.errors import EngineClosed, Overloaded, RequestError, WrongThread
 from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import GRACE

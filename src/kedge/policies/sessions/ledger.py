@@ -15,15 +15,7 @@ from typing import Any, NamedTuple
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.tracker import SessionState, SessionTracker
-from kedge.policies.sessions.turns import (
-    NO_HINTS,
-    RECENT,
-    UNKNOWN_END,
-    Chain,
-    SessionHints,
-    SessionKey,
-    TurnEnd,
-)
+from kedge.policies.sessions.turns import NO_HINTS, RECENT, UNKNOWN_END, Chain, SessionHints, SessionKey, TurnEnd
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, Namespace, TurnHints
 

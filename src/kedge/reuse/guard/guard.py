@@ -17,24 +17,10 @@ from typing import NamedTuple
 
 from pydantic import BaseModel
 
-from kedge.guard import (
-    EVERYTHING,
-    FidelityNote,
-    GuardMode,
-    GuardNote,
-    GuardOrders,
-    GuardState,
-)
+from kedge.guard import EVERYTHING, FidelityNote, GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.reuse.guard.fidelity import LEARNING, RUNGS, URGENT, MeanEvidence, Proof, RungFinding, SavedProof, Serving
-from kedge.reuse.guard.record import (
-    ALPHA,
-    SETTLED,
-    Errors,
-    GuardRecord,
-    refuted_by_drawn,
-    refuted_by_weak,
-)
+from kedge.reuse.guard.record import ALPHA, SETTLED, Errors, GuardRecord, refuted_by_drawn, refuted_by_weak
 from kedge.reuse.layout import layout, reads_in_place
 from kedge.settings import GuardSettings
 from kedge.structures.bounded import ENTRIES, BoundedDict
@@ -174,9 +160,8 @@ class QualityGuard:
             return GuardVerdict(orders, is_translated and self._rng.random() < share, is_settled=is_settled)
 
     def _share(self, request: GenerateRequest, *, is_new: bool) -> tuple[float, bool]:
-        """Return the share of an agent's translated calls that are compared: the first ones all, those after a
-        comparison that was unusual, and those whose divergence may be above the budget in the mean, for its bound is;
-        else by how near the bound is to the budget. And whether these comparisons can wait.
+        """Return the share of an agent's translated calls that are compared, and whether that can wait: all of the
+        first, of those after an unusual comparison, and while the bound is above the budget; else by how near it is.
         """
         proof, budget = self._proofs.get(request.workflow_agent), self.budget(request)
         near = float(is_new)

@@ -29,16 +29,7 @@ from kedge.guard import GuardOrders
 from kedge.hints import Hints
 from kedge.hints.values import MAX_EXPECTED
 from kedge.server.client_runs import values_for
-from kedge.server.http import (
-    ERRORS,
-    STREAMED,
-    CallFailure,
-    EventStream,
-    JSONAnswer,
-    TypedRoute,
-    receipt,
-    sent_as,
-)
+from kedge.server.http import ERRORS, STREAMED, CallFailure, EventStream, JSONAnswer, TypedRoute, receipt, sent_as
 from kedge.server.logs import CLIENT_GONE
 from kedge.server.openai import prompts
 from kedge.server.openai.protocol import COMPLETION_MAX_TOKENS, AnyBody, CallBody, ChatBody, CompletionBody

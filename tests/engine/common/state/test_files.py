@@ -21,14 +21,7 @@ from safetensors import SafetensorError
 
 from kedge.anchors.saving import Record
 from kedge.engine.common.state import files as state_files
-from kedge.engine.common.state.files import (
-    MANIFEST,
-    PARTIAL,
-    SUFFIX,
-    Damage,
-    Entry,
-    StateFolder,
-)
+from kedge.engine.common.state.files import MANIFEST, PARTIAL, SUFFIX, Damage, Entry, StateFolder
 from kedge.errors import ConfigError, StateRefused
 
 OURS, THEIRS = "our model", "their model"

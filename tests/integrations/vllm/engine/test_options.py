@@ -15,13 +15,7 @@ from kedge.cli.main import app
 from kedge.engine.base import Quota
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.engine import options
-from kedge.integrations.vllm.engine.options import (
-    FOREIGN,
-    copy_dtype,
-    refuse_foreign,
-    require_vllm,
-    vllm_arguments,
-)
+from kedge.integrations.vllm.engine.options import FOREIGN, copy_dtype, refuse_foreign, require_vllm, vllm_arguments
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.settings import EngineSettings, QuotaSettings, TierSettings
 from kedge.types import TenantId

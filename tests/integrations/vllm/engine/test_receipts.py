@@ -11,12 +11,7 @@ import pytest
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import ForwardFailed
-from kedge.integrations.vllm.engine.driver import (
-    NO_RECEIPT,
-    StreamedResponse,
-    ranked_logprobs,
-    receipt_of,
-)
+from kedge.integrations.vllm.engine.driver import NO_RECEIPT, StreamedResponse, ranked_logprobs, receipt_of
 from kedge.integrations.vllm.plugin.requests import receipt_to_dict
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import (

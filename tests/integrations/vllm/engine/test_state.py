@@ -15,10 +15,7 @@ from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.integrations.vllm.engine.options import KeepingOptions
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.settings import EngineSettings
-from kedge.types import (
-    Receipt,
-    TenantId,
-)
+from kedge.types import Receipt, TenantId
 from tests.integrations.vllm.conftest import save_tiny_nano
 from tests.integrations.vllm.engine.test_guard import PATIENCE, question
 

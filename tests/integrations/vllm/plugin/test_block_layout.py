@@ -16,13 +16,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
 from kedge.errors import LayoutUnknown
-from kedge.integrations.vllm.plugin.block_layout import (
-    BlockLayout,
-    KVLayer,
-    blocks_of,
-    find_layouts,
-    memory_order,
-)
+from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer, blocks_of, find_layouts, memory_order
 from tests.integrations.vllm.fake_layers import Layout, Shape, fake_layer, float8_layer, truncated
 
 SHAPE = Shape()

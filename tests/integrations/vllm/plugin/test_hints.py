@@ -13,17 +13,7 @@ from hypothesis import strategies as st
 from kedge.guard import EVERYTHING, GuardOrders
 from kedge.integrations.vllm.plugin.hints import AFRESH, HintedRequest, read_hints, without_hints
 from kedge.reuse.guard.fidelity import RUNGS
-from kedge.types import (
-    AgentId,
-    AgentKey,
-    Namespace,
-    ReuseMode,
-    RunId,
-    SampleId,
-    Segment,
-    TenantId,
-    TurnHints,
-)
+from kedge.types import AgentId, AgentKey, Namespace, ReuseMode, RunId, SampleId, Segment, TenantId, TurnHints
 from kedge.workflow.steps import NextRun
 
 TOKENS = (5, 6, 7, 8, 9)

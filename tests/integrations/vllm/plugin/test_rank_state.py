@@ -16,12 +16,7 @@ from kedge.engine.common.state import files, saving
 from kedge.engine.common.state.snapshot import EngineState
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.plugin import rank_state
-from kedge.integrations.vllm.plugin.rank_state import (
-    SAMPLE_BYTES,
-    SAMPLES,
-    model_digest,
-    samples,
-)
+from kedge.integrations.vllm.plugin.rank_state import SAMPLE_BYTES, SAMPLES, model_digest, samples
 from kedge.integrations.vllm.plugin.requests import Orders
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide
 from kedge.kv.segment import KVSegment

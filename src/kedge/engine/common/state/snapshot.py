@@ -16,18 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.saving import (
-    POOL,
-    TEMPLATE,
-    VALUE,
-    Key,
-    Record,
-    Restored,
-    keys,
-    name_of,
-    record_of,
-    signature_of,
-)
+from kedge.anchors.saving import POOL, TEMPLATE, VALUE, Key, Record, Restored, keys, name_of, record_of, signature_of
 from kedge.anchors.store import AnchorStore
 from kedge.engine.common.state.files import Damage, Entry, Name, StateFolder
 from kedge.errors import StateDamaged

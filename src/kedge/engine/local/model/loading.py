@@ -15,12 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kedge.engine.common.gguf_files import without_bars
 from kedge.engine.common.model_folder import read_config

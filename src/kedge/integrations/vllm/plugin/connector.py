@@ -32,12 +32,7 @@ from vllm.v1.request import Request
 from kedge.errors import TranslationRefused
 from kedge.integrations.vllm.entry_point import UTILITY
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, find_layouts
-from kedge.integrations.vllm.plugin.feature_checks import (
-    backends_refusal,
-    block_bytes,
-    cache_groups,
-    find_features,
-)
+from kedge.integrations.vllm.plugin.feature_checks import backends_refusal, block_bytes, cache_groups, find_features
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas
 from kedge.integrations.vllm.plugin.lanes import PassLimits
 from kedge.integrations.vllm.plugin.learner import Learner

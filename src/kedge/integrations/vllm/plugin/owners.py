@@ -27,14 +27,7 @@ from kedge.integrations.vllm.plugin.hints import HintedRequest, namespace_of
 from kedge.integrations.vllm.plugin.requests import LiveRequest
 from kedge.policies.eviction import EvictionPolicy, lru
 from kedge.policies.fixed_prompts import FixedLengths
-from kedge.policies.sessions import (
-    NO_SESSIONS,
-    SessionHints,
-    SessionKey,
-    SessionLedger,
-    TurnEnd,
-    refused,
-)
+from kedge.policies.sessions import NO_SESSIONS, SessionHints, SessionKey, SessionLedger, TurnEnd, refused
 from kedge.policies.sessions.turns import NO_HINTS
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import first_of

@@ -24,12 +24,7 @@ from kedge.engine.common.state.snapshot import EngineState
 from kedge.integrations.vllm.plugin.block_layout import blocks_of, memory_order
 from kedge.integrations.vllm.plugin.learner import Learner
 from kedge.integrations.vllm.plugin.pages import Pages
-from kedge.integrations.vllm.plugin.requests import (
-    Orders,
-    Reports,
-    TranslationQuery,
-    TranslationVerdict,
-)
+from kedge.integrations.vllm.plugin.requests import Orders, Reports, TranslationQuery, TranslationVerdict
 from kedge.kv.copy import PoolCopier
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
