@@ -139,7 +139,7 @@ def _ttft(on_gpu: bool) -> Stage:
 def _load(on_gpu: bool) -> Stage:
     size, seconds, counts = ("8b", "60", (8, 32, 1)) if on_gpu else ("tiny", "3", (2,))
     # A question's base KV has 63 MiB and there are 32 at a time; the anchors of all agents come to 2.5 GiB.
-    memory = ("--kv-memory", "40GiB", "--anchor-memory", "8GiB", "--base-memory", "8GiB") if on_gpu else ()
+    memory = ("--kv-memory", "40GiB", "--anchor-memory", "8GiB") if on_gpu else ()
     common = (*KEDGE, "bench", "load", "--case", size, "--model-size", size, "--device", _device(on_gpu), *memory)
     return Stage(
         "load",

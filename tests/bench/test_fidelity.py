@@ -27,17 +27,18 @@ from kedge.bench.shapes import Loaded, load_model
 from kedge.errors import ConfigError
 from kedge.settings import EngineSettings
 from kedge.workloads import real
-from kedge.workloads.base import Question
+from kedge.workloads.base import QUESTION
 from kedge.workloads.miniature import MATH, questions
-from tests.cli.commands import measured
+from tests.cli.commands import assert_refused, measured
 from tests.real import RealModel
 
+FLOW, EXAMPLES = MATH.workflow(), Path(__file__).parents[2] / "examples"
 SMALL: Mapping[str, Any] = {"kv_memory": "256 blocks", "device": "cpu"}
 SIZES = FidelitySettings(questions=3, taught=5, tokens=8, timed=1, at_once=2, engine=SMALL)
 
 
-def asked(count: int) -> list[Question]:
-    return list(islice(questions(5), count))
+def asked(count: int) -> list[Mapping[str, str]]:
+    return [{QUESTION: one.text} for one in islice(questions(5), count)]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def loaded() -> Loaded:
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     methods = {name: SERVED[name] for name in ("dense", "exact", "kedge", "token")}
-    return measure(MATH, asked(8), methods, SIZES)
+    return measure(FLOW, asked(8), methods, SIZES)
 
 
 def test_dense_and_exact_are_the_floor(found: dict[str, Any]) -> None:
@@ -73,7 +74,7 @@ def test_yardsticks_are_as_coarse_as_their_bits(found: dict[str, Any]) -> None:
 
 def test_kv_that_is_not_rounded_gives_dense_logits(loaded: Loaded) -> None:
     """So that a yardstick measures its rounding and nothing of the way there."""
-    team = DenseTeam(MATH, loaded, SIZES)
+    team = DenseTeam(FLOW, loaded, SIZES)
     with team.engine:
         one = team.answer((0, asked(1)[0]))
     for agent, result in enumerate(one.results):
@@ -91,7 +92,7 @@ def test_roundings_by_hand() -> None:
 
 
 def test_questions_that_count_teach_nothing(loaded: Loaded) -> None:
-    team, served = DenseTeam(MATH, loaded, SIZES), MethodServer(SERVED["token"], loaded, SIZES)
+    team, served = DenseTeam(FLOW, loaded, SIZES), MethodServer(SERVED["token"], loaded, SIZES)
     with team.engine, served.engine:
         answers = [team.answer((number, one)) for number, one in enumerate(asked(8), -5)]
         served.teach(answers[:5])
@@ -106,7 +107,7 @@ def test_questions_that_count_teach_nothing(loaded: Loaded) -> None:
 
 def test_too_few_questions_are_refused_before_a_model_is_loaded() -> None:
     with pytest.raises(ConfigError, match=r"takes 8, and there are 7"):
-        measure(MATH, asked(7), {}, FidelitySettings(questions=3, taught=5, model=Path("nowhere")))
+        measure(FLOW, asked(7), {}, FidelitySettings(questions=3, taught=5, model=Path("nowhere")))
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=12), st.integers(1, 4))
@@ -133,11 +134,21 @@ def test_methods_take_settings_of_their_own() -> None:
             method_named(wrong)
 
 
-def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
-    sizes = ["--questions", "1", "--taught", "1", "--task", "reading", "--methods", "kedge"]
-    saved, shown = measured(tmp_path, "bench", "fidelity", "--model", "nano", *sizes)
+TEAM = ("--task", str(EXAMPLES / "math_team.yaml"), "--dataset", str(EXAMPLES / "questions.jsonl"))
+
+
+@pytest.mark.parametrize("task", [("--task", "reading"), TEAM], ids=["task", "own"])
+def test_the_command_writes_what_it_prints(tmp_path: Path, task: tuple[str, ...]) -> None:
+    sizes = ["--questions", "1", "--taught", "1", "--methods", "kedge"]
+    saved, shown = measured(tmp_path, "bench", "fidelity", "--model", "nano", *task, *sizes)
     assert "fp8 e4m3" in shown and "kedge" in shown
     assert saved["methods"]["kedge"]["questions"] == 1
+
+
+def test_a_workflow_needs_questions_and_one_call_of_each_agent() -> None:
+    assert_refused("--dataset=None", "bench", "fidelity", "--task", TEAM[1])
+    debate = "--task", str(EXAMPLES / "debate.yaml"), *TEAM[2:]
+    assert_refused("turns=3", "bench", "fidelity", "--model", "nano", *debate)
 
 
 # a real model --------------------------------------------------------------------------------------------------------
@@ -158,7 +169,9 @@ def real_kl(smollm2: RealModel, methods: tuple[str, ...], **sizes: int) -> dict[
     """Return the KL of `methods` and of the yardsticks on `reading`."""
     engine: Mapping[str, Any] = {"dtype": "float32", "device": "cpu", "kv_memory": "256 blocks"}
     settings = FidelitySettings(smollm2.path, timed=0, at_once=4, engine=engine, **sizes)
-    found = measure(*real.load("reading"), {name: SERVED[name] for name in methods}, settings)
+    team, questions = real.load("reading")
+    inputs = [{QUESTION: one.text} for one in questions]
+    found = measure(team.workflow(), inputs, {name: SERVED[name] for name in methods}, settings)
     return {name: one["kl"] for name, one in (found["yardsticks"] | found["methods"]).items()}
 
 

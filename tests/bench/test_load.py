@@ -92,8 +92,8 @@ def test_a_client_has_the_same_questions_every_time_and_no_other_client_has_them
 
 def test_memory_is_of_kv_anchors_and_base_kv_and_otherwise_the_engines() -> None:
     known = AnchorSettings(**OPEN)
-    settings = LoadSettings(kv_memory="3GiB", anchor_memory="12GiB", base_memory="5GiB").engine(TEAM)
-    wanted = known.model_copy(update={"max_bytes": 12 << 30, "max_base_bytes": 5 << 30})
+    settings = LoadSettings(kv_memory="3GiB", anchor_memory="12GiB").engine(TEAM)
+    wanted = known.model_copy(update={"max_bytes": 12 << 30, "max_base_bytes": 12 << 30})
     assert (settings.kv_memory, settings.anchors) == (3 << 30, wanted)
     assert LoadSettings().engine(TEAM).anchors == known
     assert LoadSettings().engine() == EngineSettings()
@@ -108,7 +108,6 @@ def test_memory_is_of_kv_anchors_and_base_kv_and_otherwise_the_engines() -> None
         ({"dtype": "int3"}, "dtype"),
         ({"kv_memory": "much"}, "kv_memory"),
         ({"anchor_memory": "much"}, r"anchors\.max_bytes='much'"),
-        ({"base_memory": "0"}, r"anchors\.max_base_bytes='0'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_by_name(given: dict[str, Any], named: str) -> None:

@@ -5,8 +5,7 @@ and the distributions of the answers' tokens are compared. What production accep
 readers count, the agents behind the first: what the first one reads nobody has computed before it.
 
 Questions are independent: methods that learn do so from others before, and from none that counts. So they are served
-side by side, but for the first few, one after the other, whose times to the first token count. Logits are a vocabulary
-wide, and are dropped with the questions that they belong to.
+side by side, but for the first few, whose times to the first token count.
 """
 
 from __future__ import annotations
@@ -36,18 +35,8 @@ from kedge.guard import EVERYTHING, GuardOrders
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.guard.fidelity import FAR
 from kedge.runner.run import run
-from kedge.types import (
-    AgentId,
-    GenerateRequest,
-    Namespace,
-    ReuseMode,
-    RunId,
-    RunKey,
-    TenantId,
-    Tokens,
-    new_request_id,
-)
-from kedge.workloads.base import QUESTION, Question, Team
+from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
+from kedge.workflow.graph import Workflow
 
 TENANT = TenantId("fidelity")
 DENSELY = GuardOrders(withheld=frozenset((EVERYTHING,)))
@@ -231,19 +220,20 @@ class MethodServer:
 class DenseTeam:
     """Dense prefill of a team's questions, and the yardsticks on the KV that it leaves."""
 
-    def __init__(self, workload: Team, loaded: Loaded, settings: FidelitySettings) -> None:
-        self._runner, self._flow = loaded[0], workload.workflow(settings.tokens)
+    def __init__(self, flow: Workflow, loaded: Loaded, settings: FidelitySettings) -> None:
+        agents = (replace(one, max_tokens=min(one.max_tokens, settings.tokens)) for one in map(flow.agent, flow.order))
+        self._runner, self._flow = loaded[0], replace(flow, agents=tuple(agents))
         self._probe = Probe(rows=settings.tokens)
         self.engine = SERVED["dense"].open(loaded, **settings.engine)
         self._probe.watch(self.engine)
         self.seen: dict[str, list[Seen]] = {name: [] for name in YARDSTICKS}
         self.ttft_ms: list[float] = []
 
-    def answer(self, numbered: tuple[int, Question], *, kv: bool = True) -> Asked:
-        """Let the team answer a question."""
-        number, question = numbered
+    def answer(self, numbered: tuple[int, Mapping[str, str]], *, kv: bool = True) -> Asked:
+        """Let the team answer a question, the inputs of a run."""
+        number, inputs = numbered
         recorder = Recorder(self.engine, self._probe, kv=kv)
-        run(recorder, self._flow, {QUESTION: question.text}, reuse=ReuseMode.OFF, tenant=TENANT, on_tool_error="text")
+        run(recorder, self._flow, inputs, reuse=ReuseMode.OFF, tenant=TENANT, on_tool_error="text")
         results = {one.request.agent: one.result() for one in recorder.pending}
         return Asked(number, RunId(f"question-{number}"), tuple(results[AgentId(one.id)] for one in self._flow.agents))
 
@@ -283,16 +273,18 @@ def over_rounded(
 
 
 def measure(
-    workload: Team,
-    questions: Sequence[Question],
+    flow: Workflow,
+    questions: Sequence[Mapping[str, str]],
     methods: Mapping[str, Method],
     settings: FidelitySettings,
     note: Note = lambda _: None,
 ) -> dict[str, Any]:
-    """Return the figures of dense prefill, of all yardsticks and of all methods, as plain data.
+    """Return the figures of dense prefill, of all yardsticks and of all methods, as plain data. `questions` are inputs.
 
-    Raises `ConfigError` for too few questions, and `TranslationRefused` for a model whose KV cannot be translated.
+    Raises `ConfigError` for too few of them or several turns, `TranslationRefused` where no KV can be translated.
     """
+    if flow.turns > 1:
+        raise ConfigError("turns", flow.turns, "each agent may be called once")
     lessons = settings.taught
     if len(questions) < lessons + settings.questions:
         why = f"with those learned from before it takes {lessons + settings.questions}, and there are {len(questions)}"
@@ -303,7 +295,7 @@ def measure(
         raise TranslationRefused("model", str(settings.model), loaded[0].refusal)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(settings.at_once, "kedge-fidelity"))
-        team = DenseTeam(workload, loaded, settings)
+        team = DenseTeam(flow, loaded, settings)
         stack.enter_context(team.engine)
         served = {name: MethodServer(method, loaded, settings) for name, method in methods.items()}
         for one in served.values():

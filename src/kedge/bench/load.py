@@ -335,11 +335,9 @@ class LoadSettings:
     seconds: float = 120.0
     """Window of each combination of case, clients and mode."""
     kv_memory: str | None = None
-    """Size of the device tier; None is the engine's default, here and in both below."""
+    """Size of the device tier; None is the engine's default, here and below."""
     anchor_memory: str | None = None
-    """Size of all pools of anchors."""
-    base_memory: str | None = None
-    """Size of all base KV."""
+    """Size of all pools of anchors, and of all base KV."""
     model_size: str = "32m"
     """Size of the random model."""
     model: Path | None = None
@@ -357,7 +355,7 @@ class LoadSettings:
 
     def engine(self, team: LoadTeam | None = None) -> EngineSettings:
         """Return the settings of a team's engine. Raises `ConfigError`."""
-        bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.base_memory)
+        bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.anchor_memory)
         settings = _given(device=self.device, dtype=self.dtype, kv_memory=self.kv_memory)
         anchors, guard = (team.anchors, team.guard) if team else ({}, {})
         return EngineSettings.model_validate({**settings, "anchors": {**anchors, **bounds}, "guard": guard})

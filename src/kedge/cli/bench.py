@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.main
@@ -21,8 +23,12 @@ from kedge.cli import options
 from kedge.cli.options import Device, Json, ModelSize, RealModel
 from kedge.cli.output import save, write
 from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
+from kedge.cli.run import read_questions
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
+
+if TYPE_CHECKING:
+    from kedge.workflow.graph import Workflow
 
 Leaves = dict[str, dict[str, dict[str, dict[str, Any]]]]
 """Case -> clients -> mode -> figures of `kedge bench load`."""
@@ -67,8 +73,8 @@ def fidelity(
     quick: Annotated[
         bool, typer.Option("--quick", help="8 questions of reading, 5 before them: a minute or two.")
     ] = False,
-    task: Annotated[str | None, options.name(help="gsm8k, reading, reading-long or -sessions; default gsm8k.")] = None,
-    dataset: Annotated[Path | None, options.file(help="Its whole data set; default: a slice in the package.")] = None,
+    task: Annotated[str | None, options.name(help="gsm8k, reading, reading-long or -sessions, or a workflow.")] = None,
+    dataset: Annotated[Path | None, options.file(help="Its whole data set, or the workflow's --inputs.")] = None,
     questions: Annotated[int | None, options.number(help="Questions that count; default 50.")] = None,
     taught: Annotated[int | None, options.number(help="Questions before them, to learn from; default 10.")] = None,
     methods: Annotated[
@@ -83,22 +89,36 @@ def fidelity(
     require_parent("--json", json_file)
     from kedge.bench.fidelity import FidelitySettings, measure
     from kedge.bench.probe import method_named
-    from kedge.workloads.real import load
 
     chosen = {name: method_named(name) for name in methods.split(",")}
     task = task or ("reading" if quick else "gsm8k")
-    workload, asked = load(task, dataset, seed)
+    flow, asked = _questions(task, dataset, seed)
     base = FidelitySettings(model, 8, 5) if quick else FidelitySettings(model)
     settings = with_given(base, questions=questions, taught=taught)
     console = Console()
     with console.status("fidelity") as status:
-        data = measure(workload, asked, chosen, settings, status.update)
+        data = measure(flow, asked, chosen, settings, status.update)
     console.print(tables.fidelity(data))
     console.print(tables.fidelity_notes(data), highlight=False)
     if json_file:
         sizes = {"questions": settings.questions, "taught": settings.taught, "tokens": settings.tokens}
         given = {"model": model.name, "task": task, "seed": seed, **sizes}
         save(console, json_file, {"settings": given, **data})
+
+
+def _questions(task: str, dataset: Path | None, seed: int) -> tuple[Workflow, list[Mapping[str, str]]]:
+    """Return a task's or a file's workflow, and the inputs of its runs."""
+    from kedge.workflow.spec import load_workflow
+    from kedge.workloads.base import QUESTION
+    from kedge.workloads.real import load
+
+    if not task.endswith((".yaml", ".yml", ".json")):
+        team, questions = load(task, dataset, seed)
+        return team.workflow(), [{QUESTION: one.text} for one in questions]
+    if dataset is None:
+        raise ConfigError("--dataset", None, f"must be a file with the inputs of {task}")
+    asked = read_questions(dataset, {}, flow := load_workflow(task))
+    return flow, random.Random(seed).sample(asked, len(asked))
 
 
 @bench.command()
@@ -217,10 +237,7 @@ def sessions(
 def load(
     case: Annotated[
         list[str] | None,
-        options.name(
-            help="SIZE or SIZE-long, SIZE that of --model-size; with --model cold, warm (from the state of 30 "
-            "questions), and both with -long; repeatable."
-        ),
+        options.name(help="SIZE or SIZE-long; with --model cold, warm (from 30 questions' state), -long; repeatable."),
     ] = None,
     clients: Annotated[list[int] | None, options.number(help="Default 1, 8 and 32, quick 1 and 8; repeatable.")] = None,
     mode: Annotated[
@@ -232,10 +249,8 @@ def load(
         str | None, typer.Option(metavar="SIZE", help="KV memory of each engine, such as 4GiB; default: the engine's.")
     ] = None,
     anchor_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of each engine's anchors; default: the engine's.")
-    ] = None,
-    base_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of each engine's base KV; default: the engine's.")
+        str | None,
+        typer.Option(metavar="SIZE", help="For each engine's anchors, as much for base KV; default: its own."),
     ] = None,
     model_size: ModelSize = "32m",
     model: Annotated[
@@ -254,7 +269,7 @@ def load(
     require_model(model)
     from kedge.bench.load import LoadSettings, measure
 
-    memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory, "base_memory": base_memory}
+    memory = {"kv_memory": kv_memory, "anchor_memory": anchor_memory}
     about: dict[str, Any] = {**memory, "model_size": model_size, "model": model, "dtype": dtype, "seed": seed}
     base = LoadSettings(clients=(1, 8), seconds=10.0) if quick else LoadSettings()
     chosen = {"clients": tuple(clients) if clients else None, "modes": tuple(mode) if mode else None}
