@@ -73,8 +73,13 @@ def fidelity(
     quick: Annotated[
         bool, typer.Option("--quick", help="8 questions of reading, 5 before them: a minute or two.")
     ] = False,
-    task: Annotated[str | None, options.name(help="gsm8k, reading, reading-long or -sessions, or a workflow.")] = None,
-    dataset: Annotated[Path | None, options.file(help="Its whole data set, or the workflow's --inputs.")] = None,
+    task: Annotated[
+        str | None, options.name(help="gsm8k (the default), reading, reading-long or -sessions, or a workflow's file.")
+    ] = None,
+    dataset: Annotated[
+        Path | None,
+        options.file(help="All of it (default: a slice in the package), or a workflow's inputs, as for run."),
+    ] = None,
     questions: Annotated[int | None, options.number(help="Questions that count; default 50.")] = None,
     taught: Annotated[int | None, options.number(help="Questions before them, to learn from; default 10.")] = None,
     methods: Annotated[
