@@ -98,7 +98,7 @@ class GuardBenchSettings:
         """Return the team, with short answers. Raises `ConfigError` for an unknown task."""
         if self.task not in real.TEAMS:
             raise ConfigError("task", self.task, f"must be one of {', '.join(real.TEAMS)}")
-        return real.TEAMS[self.task].workflow(TOKENS)
+        return real.TEAMS[self.task].workflow().shortened(TOKENS)
 
     def questions(self, *, later: bool = False, task: str | None = None) -> Iterator[str]:
         """Yield the questions before a fault, or the `later` ones, of which none is among these."""

@@ -147,6 +147,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, task: tuple[str, ...]
 
 def test_a_workflow_needs_questions_and_one_call_of_each_agent() -> None:
     assert_refused("--dataset=None", "bench", "fidelity", "--task", TEAM[1])
+    assert_refused("--dataset='nowhere'", "bench", "fidelity", *TEAM[:3], "nowhere")
     debate = "--task", str(EXAMPLES / "debate.yaml"), *TEAM[2:]
     assert_refused("turns=3", "bench", "fidelity", "--model", "nano", *debate)
 

@@ -32,7 +32,7 @@ def test_the_seed_orders_the_questions(name: str) -> None:
     assert asked == real.load(name, seed=0)[1] != others
     assert sorted(one.text for one in asked) == sorted(one.text for one in others)
     assert len(asked) >= 250 and team.workflow().inputs == (QUESTION,)
-    assert {agent.max_tokens for agent in team.workflow(24).agents} == {24}
+    assert {agent.max_tokens for agent in team.workflow().shortened(24).agents} == {24}
 
 
 @pytest.mark.parametrize("name", ["reading", "reading-long"])

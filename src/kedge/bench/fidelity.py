@@ -35,7 +35,7 @@ from kedge.guard import EVERYTHING, GuardOrders
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.guard.fidelity import FAR
 from kedge.runner.run import run
-from kedge.types import AgentId, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
+from kedge.types import GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
 from kedge.workflow.graph import Workflow
 
 TENANT = TenantId("fidelity")
@@ -221,8 +221,7 @@ class DenseTeam:
     """Dense prefill of a team's questions, and the yardsticks on the KV that it leaves."""
 
     def __init__(self, flow: Workflow, loaded: Loaded, settings: FidelitySettings) -> None:
-        agents = (replace(one, max_tokens=min(one.max_tokens, settings.tokens)) for one in map(flow.agent, flow.order))
-        self._runner, self._flow = loaded[0], replace(flow, agents=tuple(agents))
+        self._runner, self._flow = loaded[0], flow.shortened(settings.tokens)
         self._probe = Probe(rows=settings.tokens)
         self.engine = SERVED["dense"].open(loaded, **settings.engine)
         self._probe.watch(self.engine)
@@ -235,7 +234,7 @@ class DenseTeam:
         recorder = Recorder(self.engine, self._probe, kv=kv)
         run(recorder, self._flow, inputs, reuse=ReuseMode.OFF, tenant=TENANT, on_tool_error="text")
         results = {one.request.agent: one.result() for one in recorder.pending}
-        return Asked(number, RunId(f"question-{number}"), tuple(results[AgentId(one.id)] for one in self._flow.agents))
+        return Asked(number, RunId(f"question-{number}"), tuple(results[agent] for agent in self._flow.order))
 
     def measure_yardsticks(self, asked: Iterable[Asked]) -> None:
         """Compare what the readers' answers are over rounded KV, and drop the KV."""

@@ -122,7 +122,7 @@ def _questions(task: str, dataset: Path | None, seed: int) -> tuple[Workflow, li
         return team.workflow(), [{QUESTION: one.text} for one in questions]
     if dataset is None:
         raise ConfigError("--dataset", None, f"must be a file with the inputs of {task}")
-    asked = read_questions(dataset, {}, flow := load_workflow(task))
+    asked = read_questions(dataset, {}, flow := load_workflow(task), "--dataset")
     return flow, random.Random(seed).sample(asked, len(asked))
 
 

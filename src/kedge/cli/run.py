@@ -149,8 +149,11 @@ def parse_inputs(pairs: Sequence[str]) -> dict[str, str]:
     return inputs
 
 
-def read_questions(file: Path, common: Mapping[str, str], flow: Workflow) -> list[Mapping[str, str]]:
-    """Read one run's inputs from every line of a JSONL file; `common` are the inputs that a line does not name itself.
+def read_questions(
+    file: Path, common: Mapping[str, str], flow: Workflow, option: str = "--inputs"
+) -> list[Mapping[str, str]]:
+    """Read one run's inputs from every line of a JSONL file; `common` are the inputs that a line does not name itself,
+    `option` is what the file was given as.
 
     Raises `RequestError` for a file that cannot be read or has no line, and, with the line's number, for a line that is
     not a JSON object or has inputs that do not fit the workflow (also `MissingInput`).
@@ -158,7 +161,7 @@ def read_questions(file: Path, common: Mapping[str, str], flow: Workflow) -> lis
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # `splitlines` also splits at characters within a text
     except (OSError, UnicodeDecodeError) as error:
-        raise RequestError("--inputs", str(file), f"cannot be read: {error}") from error
+        raise RequestError(option, str(file), f"cannot be read: {error}") from error
     from kedge.runner.run import check_inputs
 
     questions: list[Mapping[str, str]] = []
@@ -169,9 +172,9 @@ def read_questions(file: Path, common: Mapping[str, str], flow: Workflow) -> lis
         try:
             values = json.loads(line)
         except ValueError as error:
-            raise RequestError("--inputs", where, f"is not valid JSON: {error}") from error
+            raise RequestError(option, where, f"is not valid JSON: {error}") from error
         if not isinstance(values, dict):
-            raise RequestError("--inputs", where, "must be a JSON object from input names to texts")
+            raise RequestError(option, where, "must be a JSON object from input names to texts")
         questions.append({**common, **values})
         try:
             check_inputs(flow, questions[-1])
@@ -179,7 +182,7 @@ def read_questions(file: Path, common: Mapping[str, str], flow: Workflow) -> lis
             error.add_note(f"in {where}")
             raise
     if not questions:
-        raise RequestError("--inputs", str(file), "has no line with inputs")
+        raise RequestError(option, str(file), "has no line with inputs")
     return questions
 
 

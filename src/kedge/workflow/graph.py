@@ -6,7 +6,7 @@ import graphlib
 import heapq
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import TIMEOUT_MAX
 from typing import NamedTuple
@@ -159,6 +159,11 @@ class Workflow:
         if agent_id not in self.ids:
             raise WorkflowError("agent", agent_id, f"not one of {', '.join(self.ids)}")
         return self.agents[self.ids.index(AgentId(agent_id))]
+
+    def shortened(self, longest: int) -> Workflow:
+        """Return the workflow with answers of at most `longest` tokens."""
+        agents = (replace(one, max_tokens=min(one.max_tokens, longest)) for one in self.agents)
+        return replace(self, agents=tuple(agents))
 
     @cached_property
     def waits_for(self) -> Mapping[AgentId, frozenset[AgentId]]:

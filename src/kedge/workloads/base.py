@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from kedge.types import AgentId
@@ -41,12 +41,9 @@ class Team:
     silent: frozenset[AgentId] = frozenset()
     """Agents without a scored answer."""
 
-    def workflow(self, longest: int | None = None) -> Workflow:
-        """Return the team as a workflow in which every agent reads the answers of all before it. Answers have at most
-        `longest` tokens, or as many as their agents say.
-        """
-        agents = [replace(one, max_tokens=min(one.max_tokens, longest or one.max_tokens)) for one in self.agents]
-        return connect(self.name, agents, fully_connected(agents), self.wording, (QUESTION,))
+    def workflow(self) -> Workflow:
+        """Return the team as a workflow in which every agent reads the answers of all before it."""
+        return connect(self.name, self.agents, fully_connected(self.agents), self.wording, (QUESTION,))
 
     def right(self, agent: AgentId, answer: str, question: Question) -> bool | None:
         """Return whether an agent's answer is correct; None for agents without a scored answer."""

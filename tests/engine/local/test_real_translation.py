@@ -191,7 +191,12 @@ def serving(smollm2: RealModel, method: str) -> Iterator[tuple[Callable[..., lis
 
         def ask(number: int, orders: GuardOrders = GuardOrders()) -> list[ProbeResult]:  # noqa: B008 (it is frozen)
             recorder = Told(engine, probe, orders)
-            run(recorder, team.workflow(ANSWER), {QUESTION: questions[number].text}, reuse=ReuseMode.TRANSLATE)
+            run(
+                recorder,
+                team.workflow().shortened(ANSWER),
+                {QUESTION: questions[number].text},
+                reuse=ReuseMode.TRANSLATE,
+            )
             engine.wait_idle()
             return [one.result() for one in recorder.pending]
 

@@ -40,7 +40,7 @@ class AnswerWriter(ABC):
         """Return a whole answer to a call, from the text and tool calls of each choice. For dialects of one choice: its
         events are written, and `ended` returns the answer that they add up to.
         """
-        ((parsed, delta),) = said
+        [(parsed, delta)] = said
         for _ in self.add(0, (parsed, delta), None):
             pass
         assert delta.completion
