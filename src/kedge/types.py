@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Final, NamedTuple, NewType
 
 from kedge.guard import EVERYTHING, FidelityNote, GuardNote, GuardOrders
@@ -243,7 +246,7 @@ class TurnHints:
     """Other sessions of the same namespace -> seconds until they are needed; infinite: not any more."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GenerateRequest:
     """One agent's call: its prompt in segments, how to sample, and the tenant, run and agent that it belongs to."""
 
@@ -299,10 +302,22 @@ class GenerateRequest:
         """The agent that asks, in whichever run."""
         return WorkflowAgent(self.namespace, self.workflow, self.agent)
 
-    @property
+    @cached_property
     def tokens(self) -> Tokens:
         """All tokens of the prompt."""
         return tuple(itertools.chain.from_iterable(segment.tokens for segment in self.segments))
+
+    @cached_property
+    def template_digest(self) -> str:
+        """Digest of the template and of its values' base contexts, and of the guard's epoch."""
+        digest = hashlib.blake2b(digest_size=8)
+        if self.guard.epoch:
+            digest.update(b"epoch %d" % self.guard.epoch)
+        for segment in self.segments:
+            digest.update(segment.name.encode())
+            fixed = segment.base_context if segment.is_placeholder else segment.tokens
+            digest.update(array("q", fixed).tobytes())
+        return digest.hexdigest()
 
     @property
     def prompt_tokens(self) -> int:

@@ -46,8 +46,10 @@ def test_the_start_of_a_response_is_found_as_far_as_it_was_run_and_named_apart()
     assert part.key != whole.key
     kept(store)
     assert store.find(RUN, SAMPLE, tokens, ()).key != whole.key  # new base KV, new name
-    store.put_sample(RUN, SAMPLE, (1, 2, 3), random_kv(2, 1))
-    assert [store.find(RUN, SAMPLE, (1, 2, 3)[:n], ()) is None for n in (2, 3)] == [False, True]
+    store.put_sample(RUN, SAMPLE, (1, 2, 3, 4), random_kv(2, 1))
+    found = [store.find(RUN, SAMPLE, (1, 2, 3, 4)[:n], ()) for n in (2, 3, 4)]
+    assert [one.tokens if one else None for one in found] == [(1, 2), (1, 2), None], "one token at most has no KV"
+    assert found[0].key == found[1].key, "it is the same base KV"
 
 
 def test_text_that_prompts_of_a_run_share_is_found_there_behind_the_same_text() -> None:

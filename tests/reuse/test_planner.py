@@ -26,24 +26,31 @@ ALWAYS = EngineCosts(by_cost=False)
 LEASED = (Span(0, 4, Source.DEVICE), Span(4, 6, Source.HOST))
 
 
+def kv_of(tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(tokens=tokens, slice=lambda start, stop=None: None)  # noqa: ARG005
+
+
 class Known:
     """Base KV of everything, and anchors by which everything is shareable but for some tokens."""
 
-    kv = SimpleNamespace(tokens=8, slice=lambda start, stop=None: None)  # noqa: ARG005
-    key = "base"
+    lengths: tuple[int, ...] = ()
+    """Of the prompt's segments"""
+    lacks = 0
+    """Last tokens of values that have no base KV"""
 
     def __init__(self, weak: list[int], weak_prefix: list[int]) -> None:
         self.asked = list[tuple[float | None, bool]]()
         self._estimate = SimpleNamespace(
-            shareable=True, learnable=True, value=self.kv, prefix=self.kv, value_table=None, prefix_table=None,
+            shareable=True, learnable=True, value=kv_of(8), prefix=kv_of(8), value_table=None, prefix_table=None,
             weak_positions=lambda: weak, weak_prefix_positions=lambda: weak_prefix,
         )  # fmt: skip
 
     def prefixes(self, *_: object) -> dict[int, object]:
-        return dict.fromkeys(range(9), self.kv)
+        return dict(enumerate(map(kv_of, self.lengths)))
 
-    def find(self, *_: object) -> Known:
-        return self
+    def find(self, run: object, sample: object, tokens: tuple[int, ...], context: object) -> Any:  # noqa: ARG002
+        known = tokens[: len(tokens) - self.lacks]
+        return SimpleNamespace(key="base", tokens=known, kv=kv_of(len(known)))
 
     def estimate(self, _: object, __: object, weak_error: float | None = None, *, leave_out: bool = False) -> Any:
         self.asked.append((weak_error, leave_out))
@@ -63,7 +70,7 @@ class Unknown(Known):
 
     def without_offsets(self, *_: object) -> Any:
         return SimpleNamespace(
-            shareable=True, value=self.kv, value_table=None, prefix=None,
+            shareable=True, value=kv_of(8), value_table=None, prefix=None,
             weak_positions=list, weak_prefix_positions=list,
         )  # fmt: skip
 
@@ -73,6 +80,7 @@ def planned(
 ) -> ReusePlan:
     """The plan of these segments behind 5 exact tokens."""
     planner = Planner(known, known, PlannerConstants(**policy), None, cost)
+    known.lengths = (5, *(len(one.tokens) for one in segments))
     request = GenerateRequest((Segment((1,) * 5, "p0"), *segments), reuse=ReuseMode.TRANSLATE, guard=guard)
     return planner.plan(request, (Span(0, 5, Source.DEVICE),))
 
@@ -213,6 +221,15 @@ def test_weak_tokens_of_the_value_and_of_the_template_behind_it_are_computed() -
     assert plan_with([1, 7], []).computed == [6, 12, 18]
     assert plan_with([], [0, 3]).computed == [13, 16, 18]
     assert plan_with([1], [3], recompute_head=1).computed == [5, 6, 13, 16, 18]
+
+
+def test_the_token_of_an_answer_that_was_drawn_last_is_computed() -> None:
+    """Its producer has never run it. What stands before it, and behind it, is translated all the same."""
+    known, moved = Known([], []), Unknown(has_prefixes=True)
+    known.lacks = moved.lacks = 1
+    assert plan_of_x(known, UNWATCHED).computed == [12, 18]
+    assert plan_of_x(known, GuardOrders(sentinels=2, watched=frozenset("x"))).computed[-2:] == [12, 18]
+    assert planned(moved, ANSWER, Segment((5,) * 6, "p1")).computed == [*range(12, 19)]
 
 
 def test_weak_tokens_are_sentinels_at_no_cost() -> None:

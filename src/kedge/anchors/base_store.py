@@ -55,6 +55,7 @@ class KnownBase:
     key: tuple[int, int]
     """Unique for this base KV in this process"""
     tokens: Tokens
+    """Those that it is of: all of the value, or all but its last one"""
     kv: KVSegment
     reader: str = ""
     """The agent, with its template's wording, in whose prompt it was read; empty: it is the producer's"""
@@ -103,8 +104,8 @@ class BaseStore:
         self._serials = count()
 
     def put_sample(self, run: RunKey, sample: SampleId, tokens: Tokens, kv: KVSegment) -> None:
-        """Keep the base KV that a producer's decoding left. It may lack the last tokens, which were never run through
-        the model.
+        """Keep the base KV that a producer's decoding left. It may lack that of the last token, which was drawn and
+        never run through the model.
         """
         self._put(_SampleKey(run, sample), 0, kv, tokens)
 
@@ -141,11 +142,12 @@ class BaseStore:
 
     def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
         """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of
-        equal content.
+        equal content. Its producer's may lack the last token.
         """
         for key in (_SampleKey(run, sample), ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
-            if stored and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= len(tokens):
+            least = max(1, len(tokens) - 1)
+            if stored and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= least:
                 return _entry(self._used(key), tokens)
         return None
 
@@ -212,5 +214,5 @@ class BaseStore:
 
 
 def _entry(stored: StoredBase, tokens: Tokens) -> KnownBase:
-    kv = stored.parts[0].slice(0, len(tokens))
-    return KnownBase((stored.serial, len(tokens)), tokens, kv, stored.reader)
+    kv = stored.parts[0].slice(0, min(len(tokens), stored.parts[0].tokens))
+    return KnownBase((stored.serial, kv.tokens), tokens[: kv.tokens], kv, stored.reader)

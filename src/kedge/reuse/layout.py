@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import takewhile
 
 from kedge.types import GenerateRequest, ReuseMode, Segment, Tokens
 
@@ -49,13 +46,12 @@ def reads_in_place(request: GenerateRequest, placed: Placed) -> bool:
     return placed.segment.in_context and before == [placed.segment.base_context]
 
 
-def shared_text(placed: Sequence[Placed], last: Placed) -> Tokens:
+def shared_text(request: GenerateRequest, last: Placed) -> Tokens:
     """Return the tokens of a prompt from its first value on up to the end of the segment `last`: what comes before, an
     agent's own, is all that is read otherwise in the prompt of another agent that has the same text.
     """
-    first = next(one.index for one in placed if one.segment.is_placeholder)
-    parts = (one.segment.tokens for one in placed[first : last.index + 1])
-    return tuple(chain.from_iterable(parts))
+    own = takewhile(lambda one: not one.is_placeholder, request.segments)
+    return request.tokens[sum(len(one.tokens) for one in own) : last.stop]
 
 
 def known_segments(request: GenerateRequest) -> int:
@@ -79,14 +75,7 @@ def template_key(request: GenerateRequest) -> str:
     another wording, or against other base KV, is never used, nor what was observed before the guard discarded the
     agent's anchors.
     """
-    digest = hashlib.blake2b(digest_size=8)
-    if request.guard.epoch:
-        digest.update(b"epoch %d" % request.guard.epoch)
-    for segment in request.segments:
-        digest.update(segment.name.encode())
-        fixed = segment.base_context if segment.is_placeholder else segment.tokens
-        digest.update(array("q", fixed).tobytes())
-    return f"{request.workflow}/{request.agent}/{digest.hexdigest()}"
+    return f"{request.workflow}/{request.agent}/{request.template_digest}"
 
 
 def plan_key(request: GenerateRequest) -> tuple[ReuseMode, frozenset[str], str]:

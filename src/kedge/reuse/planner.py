@@ -276,7 +276,7 @@ class Planner:
         """Draft the prefix segment after a moved value: moved as well, where another prompt of the run, in which all
         since the first value was the same, has left its KV.
         """
-        entry = self.shared_text(request, draft.placed, after)
+        entry = self.shared_text(request, after)
         if entry is None:
             draft.texts.append((here, after))
         if entry is None or not self._costs.translation_pays(len(after), len(after)):
@@ -286,11 +286,11 @@ class Planner:
         )
         self._translate(draft, after, entry.kv, blend.value, blend.value_table, ())
 
-    def shared_text(self, request: GenerateRequest, placed: Sequence[Placed], after: Placed) -> KnownBase | None:
+    def shared_text(self, request: GenerateRequest, after: Placed) -> KnownBase | None:
         """Return the KV of a value, or of the prefix segment behind one, that an earlier prompt of the run has left."""
         if not (request.run and self.rotates):
             return None
-        return self._bases.shared_text(request.run_key, shared_text(placed, after), template_key(request))
+        return self._bases.shared_text(request.run_key, shared_text(request, after), template_key(request))
 
     @property
     def short(self) -> int:
@@ -305,15 +305,17 @@ class Planner:
     def _translate(
         self, draft: Draft, placed: Placed, base: KVSegment, blend: Any, table: Any, weak: Iterable[int]
     ) -> None:
-        """Write what of a segment is not exact, then computes its first tokens and the `weak` ones again."""
-        skip = max(0, draft.exact_tokens - placed.start)
-        if skip >= len(placed):
+        """Write what of a segment is not exact and has base KV, then computes its first tokens and the `weak` ones
+        again.
+        """
+        skip, stop = max(0, draft.exact_tokens - placed.start), placed.start + base.tokens
+        if skip >= base.tokens:
             return
         start = placed.start + skip
         draft.translations.append(Translation(start, base.slice(skip), blend.slice(skip), table))
-        draft.sources[start : placed.stop] = [Source.TRANSLATED] * (placed.stop - start)
+        draft.sources[start:stop] = [Source.TRANSLATED] * (stop - start)
         first = 0 if rung_of(draft.request) else self._policy.recompute_head
-        head = range(start, min(placed.start + first, placed.stop))
+        head = range(start, min(placed.start + first, stop))
         for position in (*head, *(placed.start + at for at in weak)):
             self._compute(draft, position)
 
@@ -363,7 +365,7 @@ class Planner:
         if entry is None:
             return None
         weight = 1.0 if segment.is_answer else self._of_inputs
-        return SampleView(pool_of(request, placed), segment.tokens, entry.kv, entry.key, weight)
+        return SampleView(pool_of(request, placed), entry.tokens, entry.kv, entry.key, weight)
 
     def sample_of_reader(self, request: GenerateRequest, here: Placed) -> SampleView | None:
         """Return what the prompt of another agent has left of a value or of the template behind one, where all tokens
@@ -372,7 +374,7 @@ class Planner:
         """
         placed = layout(request)
         first = next(one.index for one in placed if one.segment.is_placeholder)
-        entry = self.shared_text(request, placed, here) if here.index > first else None
+        entry = self.shared_text(request, here) if here.index > first else None
         if entry is None:
             return None
         behind = here.index if here.segment.is_placeholder else here.index - 1

@@ -190,7 +190,9 @@ class Runtime:
         return [self._placeholder_need(request, one) for one in paying]
 
     def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KVSegment) -> None:
-        """Keep an answer's own KV as the base KV of the placeholder that it fills."""
+        """Keep an answer's own KV as the base KV of the placeholder that it fills. That of its last token may be
+        missing: its readers compute it.
+        """
         if self.learns(request) and request.produces is not None:
             run, sample = request.run_key, request.produces
             self._bases.put_sample(run, sample, tokens, kv)
@@ -202,12 +204,12 @@ class Runtime:
         """
         if not self.learns(request):
             return
-        exact, placed = request.prompt_tokens if plan is None else plan.exact_tokens, layout(request)
+        exact = request.prompt_tokens if plan is None else plan.exact_tokens
         for one in self._in_place(request):
             if one.stop <= exact:
                 self._keep_value(request, one, read(one.start, one.stop))
         for one in self._shared_texts(request, plan):
-            text, kv = shared_text(placed, one), read(one.start, one.stop)
+            text, kv = shared_text(request, one), read(one.start, one.stop)
             self._bases.put_shared_text(request.run_key, text, kv, template_key(request))
 
     def wants_harvest(self, request: GenerateRequest, plan: ReusePlan) -> bool:
@@ -246,7 +248,7 @@ class Runtime:
             if is_moved and base_prefix is None:
                 continue
             if (sample := self.planner.sample(request, here)) is not None:
-                real = sample.base if is_moved else read(here.start, here.stop)
+                real = sample.base if is_moved else read(here.start, here.start + sample.base.tokens)
                 real_prefix = read(after.start, after.stop) if base_prefix is not None and after else None
                 self._anchors.observe(PlaceholderSite(key, here.index), sample, real, base_prefix, real_prefix)
                 yield here

@@ -152,14 +152,14 @@ class TeamTwin:
         moved = [one.start for one in written if one.offsets is None]
         for segment in placed[2:-1]:  # what was moved alone has not read what is before it here
             if len(segment) > SHORT and not any(segment.start <= at < segment.stop for at in moved):
-                self._texts[shared_text(placed, segment)] = kv.slice(segment.start, segment.stop)
+                self._texts[shared_text(request, segment)] = kv.slice(segment.start, segment.stop)
         if request.produces:
             self._answers[request.produces] = self._llama.prefilled(answer, kv)
         return kv
 
     def _base(self, request: GenerateRequest, placed: Sequence[Placed], one: Placed) -> KVSegment:
         segment = one.segment
-        if one.index > 1 and (left := self._texts.get(shared_text(placed, one))):  # as its last reader had it
+        if one.index > 1 and (left := self._texts.get(shared_text(request, one))):  # as its last reader had it
             return left
         if segment.is_answer:
             return self._answers[segment.sample].slice(0, len(one))

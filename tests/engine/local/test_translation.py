@@ -229,8 +229,9 @@ def test_a_crowd_reads_questions_in_a_small_pool(seed: int) -> None:
 
 
 def test_a_new_teams_answers_are_moved_and_it_learns_from_what_its_readers_compute() -> None:
-    """An answer's values are those of its decoding, its keys are rotated to their place. No prompt is dense to be
-    learned from: what the first two left translates the third one's question and the template behind both values.
+    """An answer's values are those of its decoding, its keys are rotated to their place; the token drawn last has none.
+    No prompt is dense to be learned from: what the first two left translates the third one's question and the template
+    behind both values.
     """
     driver = Driver(anchors=AnchorSettings(**{**OPEN, "min_anchors": 2}))
     translated = []
@@ -241,11 +242,11 @@ def test_a_new_teams_answers_are_moved_and_it_learns_from_what_its_readers_compu
         base = driver.core.parts.learned[1].find(asked.run_key, asked.segments[3].sample, asked.segments[3].tokens, ())
         sequence, kv = driver.serve(asked)
         translated.append(sequence.receipt().translated)
-        moved = kv.slice(54, 78)
+        moved = kv.slice(54, 77)
         assert relative(moved.keys, base.kv.keys) < 1e-5 and relative(moved.values, base.kv.values) < 1e-5
         reasons = {miss.segment: miss.reason for miss in sequence.receipt().misses}
         assert at or (reasons["user_question"] == "no anchor of this agent yet" and "p2" in reasons)
-    assert translated == [24, 24, 24 + 12 + 9 + 4]
+    assert translated == [23, 23, 23 + 12 + 9 + 4]
 
 
 # what is told of it ---------------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ def test_shared_text_is_translated_once_a_team_is_known() -> None:
         for number in range(10):
             found.wait_idle()
             judged = team(found, number)[1]
-        assert judged.receipt.translated >= 60 + ANSWER
+        assert judged.receipt.translated >= 60 + ANSWER - 1
         assert judged.receipt.mode is ReuseMode.TRANSLATE
         stranger = team(found, 3, tenant="other")[1]
         assert stranger.receipt.translated == 0

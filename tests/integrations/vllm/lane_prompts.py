@@ -152,7 +152,7 @@ def check_rest(engine: Driver) -> None:
     translations = engine.side.translations
     assert not [one for one in known if one.startswith("lane-")]
     assert not engine.worker._learner.planned and not engine.scheduler.deferred_frees
-    assert not translations.lanes.jobs and not translations.held.block_ids
+    assert not translations.lanes.prefills and not translations.held.block_ids
 
 
 class Recorder:

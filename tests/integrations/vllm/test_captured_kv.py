@@ -1,4 +1,4 @@
-"""KV that an engine keeps for others, the ends of answers and base prefills: Transformers computes the same, whatever
+"""KV that an engine keeps for others, of answers and base prefills: Transformers computes the same, whatever
 else runs, and nothing is left of it.
 """
 
@@ -77,28 +77,35 @@ AROUND = [
 
 
 def computed(model: Path, asked: list[int], answer: list[int]) -> KVSegment:
-    """The KV of an answer behind its prompt."""
+    """The KV of an answer behind its prompt, but for the token that was drawn last."""
     found, _ = reference(model).dense(asked + answer)
-    return found.slice(len(asked), len(asked + answer))
+    return found.slice(len(asked), len(asked + answer) - 1)
 
 
 @pytest.mark.parametrize("length", AROUND)
-@pytest.mark.parametrize("count", [1, ANSWER])
-def test_an_answer_is_kept_with_its_last_token(
-    engine: Driver, captured: Captured, tiny_llama: Path, length: int, count: int
+@pytest.mark.parametrize("count", [2, ANSWER])
+def test_an_answer_is_kept_but_for_the_token_that_was_drawn_last(
+    engine: Driver, captured: Captured, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, length: int, count: int
 ) -> None:
+    """No step computes anything for it once it has ended."""
+    monkeypatch.setattr(engine.scheduler, "_add", lambda *_: pytest.fail("a lane"))
     asked = prompt(length + ANSWER - count, 11)
     answer = engine.answer(asked, count, ASKED)
     ((answered, kv),) = captured.answers
-    assert answered == answer
+    assert answered == answer and kv.tokens == count - 1
     assert difference(kv, computed(tiny_llama, asked, answered)) < EXACT
+
+
+def test_of_an_answer_of_one_token_nothing_is_kept(engine: Driver, captured: Captured) -> None:
+    engine.answer(prompt(50, 11), 1, ASKED)
+    assert not captured.answers
 
 
 def test_a_reader_needs_no_base_prefill_of_an_answer(
     engine: Driver, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed: list[list[int]] = []
-    monkeypatch.setattr(engine.side.translations.lanes.jobs, "add", lambda _, one, **__: needed.append(list(one)))
+    monkeypatch.setattr(engine.side.translations.lanes.prefills, "add", lambda _, one, **__: needed.append(list(one)))
     head, after = prompt(41, 1), prompt(70, 2)
     value = engine.answer(prompt(50, 11), ANSWER, ASKED)
     segments = [
@@ -112,16 +119,6 @@ def test_a_reader_needs_no_base_prefill_of_an_answer(
     engine.ask(head + value + after, kedge={**reader, "run": "elsewhere"})
     assert value in needed, "without its producer's KV it is prefilled once more"
     assert len(captured.answers) == 1
-
-
-def test_a_step_of_a_lane_alone_counts_as_a_step(
-    engine: Driver, captured: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the numbers of its steps vLLM knows when blocks that are freed late may be used again."""
-    monkeypatch.setattr(engine.scheduler, "defer_block_free", True)
-    engine.answer(prompt(50, 11), ANSWER, ASKED)
-    assert len(captured.answers) == 1
-    assert engine.scheduler.sched_step_seq == engine.scheduler.processed_step_seq > 0
 
 
 def test_many_answers_at_once_end_as_each_alone(engine: Driver, captured: Captured, tiny_llama: Path) -> None:
@@ -151,6 +148,16 @@ def test_base_kv_is_what_transformers_computes_in_pieces(engine: Driver, capture
     for one, kv in captured.bases:
         expected, _ = reference(tiny_llama).dense(one)
         assert difference(kv, expected) < EXACT
+
+
+def test_a_step_of_a_lane_alone_counts_as_a_step(
+    engine: Driver, captured: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the numbers of its steps vLLM knows when blocks that are freed late may be used again."""
+    monkeypatch.setattr(engine.scheduler, "defer_block_free", True)
+    engine.ask(tokens(0), 4, hints(0))
+    assert captured.bases
+    assert engine.scheduler.sched_step_seq == engine.scheduler.processed_step_seq > 0
 
 
 def test_aborts_and_many_clients_leave_nothing(engine: Driver, stock_answers: Answers) -> None:

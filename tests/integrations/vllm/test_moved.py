@@ -18,7 +18,8 @@ EXACT = 1e-4
 NEEDED, AGAIN = 4, 2
 """Anchors before a question is translated, and first tokens of a moved value that are computed again, by `SETTINGS`"""
 QUESTION, ANSWER, END = 60, 60, prompt(30, 3)
-MOVED = QUESTION - AGAIN
+MOVED, KEPT = QUESTION - AGAIN, ANSWER - 1
+"""Tokens that are moved of a question, and of an answer that are kept: all but the one drawn last"""
 HEAD, BETWEEN = BLOCK + 9, prompt(40, 2)
 """Of prompts that read a question and an answer"""
 ANSWER_BEGINS = HEAD + QUESTION + len(BETWEEN)
@@ -88,9 +89,9 @@ def reads_answer(engine: Driver, number: int, agent: str = "reader") -> tuple[li
 def test_the_first_reader_of_an_answer_translates_it(
     engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = engine.side.translations.lanes.jobs
+    jobs = engine.side.translations.lanes.prefills
     monkeypatch.setattr(jobs, "add", lambda *_, **__: None)  # they would reuse its blocks
-    span = range(ANSWER_BEGINS + AGAIN, ANSWER_BEGINS + ANSWER)
+    span = range(ANSWER_BEGINS + AGAIN, ANSWER_BEGINS + KEPT)
     moved(engine, tiny_llama, *reads_answer(engine, 0), span)
 
 
@@ -119,11 +120,11 @@ def test_questions_are_learned_from_prompts_with_translated_answers(
 ) -> None:
     for number in range(NEEDED):
         for agent in ("first", "reader"):  # what the first agent reads, another will: its base KV is computed
-            assert ask(engine, *reads_answer(engine, number, agent))["tokens"]["translated"] >= ANSWER - AGAIN
+            assert ask(engine, *reads_answer(engine, number, agent))["tokens"]["translated"] >= KEPT - AGAIN
     learned = {(QUESTION_AT, False), (TEXT_AT, False), (ANSWER_AT, True)}
     assert set(seen) == learned, "what was moved has no offsets, for all one knows"
     ask(engine, *reads_answer(engine, NEEDED, "first"))
-    assert ask(engine, *reads_answer(engine, NEEDED))["tokens"]["translated"] > ANSWER + QUESTION // 2
+    assert ask(engine, *reads_answer(engine, NEEDED))["tokens"]["translated"] > KEPT + QUESTION // 2
 
 
 @moves("unlearned")
@@ -133,7 +134,7 @@ def test_a_prompt_that_ends_with_its_first_token_is_learned_from_by_its_plan(
     """Its end and the capture of its prompt reach the workers in one step."""
     for agent in ("first", "reader"):
         found = ask(engine, *reads_answer(engine, 0, agent), count=1)
-        assert found["tokens"]["translated"] == ANSWER - AGAIN
+        assert found["tokens"]["translated"] == KEPT - AGAIN
     assert (ANSWER_AT, True) in seen and (ANSWER_AT, False) not in seen
 
 
@@ -163,7 +164,7 @@ def reads_question(
 def test_the_second_agent_has_the_kv_that_the_first_one_computed(
     engine: Driver, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = engine.side.translations.lanes.jobs
+    jobs = engine.side.translations.lanes.prefills
     monkeypatch.setattr(jobs, "add", lambda *_, **__: pytest.fail("it is there already"))
     asked = reads_question(0, "first")
     assert ask(engine, *asked)["tokens"]["translated"] == 0

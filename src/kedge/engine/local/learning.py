@@ -73,12 +73,14 @@ class Learning:
         return sequence.key not in self._wanted
 
     def keep_response(self, sequence: RequestSequence) -> None:
-        """Keep an answer's own KV as base KV of the placeholder that it fills."""
+        """Keep an answer's own KV as base KV of the placeholder that it fills, for readers that may translate it."""
         request, table = sequence.request, sequence.table
+        if sequence.computed <= request.prompt_tokens or not self._runtime.learns(request):
+            return
         assert table is not None
         answer = tuple(sequence.tokens[request.prompt_tokens :])
         try:
-            kv = self._storage.read(table, request.prompt_tokens, len(sequence.tokens))
+            kv = self._storage.read(table, request.prompt_tokens, sequence.computed)
             self._runtime.keep_response(request, answer, kv)
         except Exception:  # out of memory, say: its readers compute it
             self._counts["failed"] += 1

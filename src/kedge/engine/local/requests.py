@@ -223,15 +223,10 @@ class Requests:
             sequence.todo = [last]
 
     def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
-        """End the answer, with one more pass if its KV is left for readers."""
-        sequence.end_response(reason, computed, is_read=self._is_read(sequence))
+        """End the answer. The token that was drawn last has no KV: its readers compute it."""
+        sequence.end_response(reason, computed)
         if not sequence.todo:
             self._finish(sequence)
-
-    def _is_read(self, sequence: RequestSequence) -> bool:
-        """Return whether other agents are going to read the response and may have its KV translated."""
-        request = sequence.request
-        return bool(sequence.response) and request.produces is not None and self._parts.runtime.learns(request)
 
     def _note_first_token(self, sequence: RequestSequence) -> None:
         sequence.first_token = time.monotonic()
@@ -246,9 +241,8 @@ class Requests:
     def _finish(self, sequence: RequestSequence) -> None:
         """Complete the request, keep the answer's KV for its readers, and learn from the prompt or free its blocks."""
         held, request = sequence.text.flush(), sequence.request
-        if self._is_read(sequence):
-            self._parts.learning.keep_response(sequence)
         if request.produces is not None:
+            self._parts.learning.keep_response(sequence)
             self._parts.preassembly.answered(request.run_key, request.produces, tuple(sequence.response))
         self._parts.scheduler.done(sequence)
         self._parts.learning.finished(sequence)

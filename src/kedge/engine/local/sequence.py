@@ -164,9 +164,9 @@ class RequestSequence(Sequence):
     preparation: PreparedPrompt | None = None
     """The part of its prompt that was assembled before it arrived."""
     finish: FinishReason | None = None
-    """Set when the response is complete; one more pass may follow, for KV that is kept for readers."""
-    response_stop: int | None = None
-    """End of the response in `tokens`."""
+    """Set when the response is complete; of a forced one, one more pass follows, for its logits."""
+    computed: int = 0
+    """Leading tokens that have KV, once the response is complete."""
     awaits: tuple[RequestId, ...] | None = None
     """Base prefills that it waits for before its admission; None before the first check."""
     is_over: bool = False
@@ -196,19 +196,19 @@ class RequestSequence(Sequence):
     @property
     def response(self) -> list[int]:
         """The tokens of the answer so far."""
-        return self.tokens[self.request.prompt_tokens : self.response_stop]
+        return self.tokens[self.request.prompt_tokens :]
 
     @property
     def room(self) -> int:
         return self.request.prompt_tokens + self.max_tokens
 
-    def end_response(self, reason: FinishReason, computed: int, *, is_read: bool) -> None:
-        """Mark the response as complete, with the KV of the first `computed` tokens there. If others are going to read
-        it, the KV of the rest is computed next; of a forced one it is for its logits.
+    def end_response(self, reason: FinishReason, computed: int) -> None:
+        """Mark the response as complete, with the KV of the first `computed` tokens there. Of a forced one the rest is
+        computed next, for its logits.
         """
-        self.finish, self.response_stop = reason, len(self.tokens)
-        if is_read or self.forced:
-            self.todo = list(range(computed, len(self.tokens)))
+        self.finish, self.computed = reason, computed
+        if self.forced:
+            self.todo, self.computed = list(range(computed, len(self.tokens))), len(self.tokens) - 1
 
     @property
     def is_prepared(self) -> bool:

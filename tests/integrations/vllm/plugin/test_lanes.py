@@ -1,5 +1,5 @@
-"""What is computed in held blocks by lanes, ends of answers and base prefills: which tokens, rows and blocks they take,
-and what becomes of every one of them. And requests that wait for lanes.
+"""Base prefills, which lanes compute in held blocks: which tokens, rows and blocks they take, and what becomes of every
+one of them. And requests that wait for lanes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin import lanes, requests
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.lanes import NOTHING, HeldBlocks, HeldJobs, LaneGrants, PassLimits
+from kedge.integrations.vllm.plugin.lanes import NOTHING, BasePrefills, HeldBlocks, LaneGrants, PassLimits
 from kedge.integrations.vllm.plugin.requests import NEAR, Capture, LiveRequest, TranslationVerdict
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.reuse.costs import PATIENCE
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget
 from kedge.settings import GuardSettings
-from kedge.types import GenerateRequest, Namespace, ReuseMode, Segment, Tokens
+from kedge.types import Namespace, ReuseMode
 from tests.reuse.test_holes import SIZE, layouts, positions
 
 BLOCK, LIMIT, BLOCKS, RANKS, MOST = 4, 40, 12, 2, 3
 HERE = Namespace("default")
-STOPPED, LENGTH = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED
-AMPLE = LaneBudget(1000, 1000)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -50,30 +47,14 @@ class Stage:
         self.held = HeldBlocks(RANKS)
         self.held.pool = self.pool
         self.captures: list[Capture] = []
-        self.jobs = HeldJobs(self.held, self.captures.append)
+        self.jobs = BasePrefills(self.held, self.captures.append)
         self.jobs.model = PassLimits(LIMIT, 100, BLOCK)
 
-    def end(self, prompt: int, output: Tokens, status: RequestStatus = LENGTH) -> None:
-        """End a request that holds blocks for what it has computed, all but the last token, and frees them."""
-        computed = prompt + len(output) - 1
-        blocks = self.pool.get_new_blocks(-(-computed // BLOCK))
-        request: Any = SimpleNamespace(
-            prompt_token_ids=[1] * prompt, num_prompt_tokens=prompt, output_token_ids=list(output),
-            num_computed_tokens=computed, status=status,
-        )  # fmt: skip
-        asked = GenerateRequest((Segment((1,) * prompt, "p0"),))
-        self.jobs.add_answer(asked, request, [block.block_id for block in blocks])
-        self.pool.free_blocks(blocks)
-
     def step(self, tokens: int, rows: int = 1, spare: int = 0, *, idle: bool = False) -> list[range]:
-        """Grant base prefills in a step without ends of answers."""
-        assert self.jobs.grant_ends(LaneBudget(tokens, rows), spare) == LaneBudget(0, 0)
-        return self.grant(tokens, rows, spare, idle=idle)
-
-    def grant(self, tokens: int, rows: int, spare: int, *, idle: bool) -> list[range]:
-        before, most = len(self.jobs.granted), tokens if idle else tokens // 2
+        """Grant base prefills in a step."""
+        most = tokens if idle else tokens // 2
         taken = self.jobs.grant(LaneBudget(tokens, rows), spare, most=most, idle=idle)
-        spans = [lane.span for lane in self.jobs.granted[before:]]
+        spans = [lane.span for lane in self.jobs.granted]
         assert taken == LaneBudget(sum(map(len, spans)), len(spans))
         return spans
 
@@ -82,38 +63,6 @@ class Stage:
             assert capture.capture_id is not None
             self.held.on_captured(capture.capture_id, ranks)
         self.captures.clear()
-
-
-# ends of answers ------------------------------------------------------------------------------------------------------
-
-
-def test_the_end_is_the_last_token() -> None:
-    stage = Stage()
-    stage.end(6, (7, 8))
-    assert stage.jobs.has_ends and stage.jobs.grant_ends(AMPLE, 0) == LaneBudget(1, 1)
-    (lane,), (capture,) = stage.jobs.granted, stage.captures
-    assert (lane.span, lane.tokens) == (range(7, 8), [1] * 6 + [7, 8, 8])
-    assert len(lane.blocks) == 2 and list(capture.blocks) == lane.blocks
-    assert capture.response == (7, 8)
-    stage.end(6, (7, 8, 2), STOPPED)
-    assert not stage.jobs.has_ends and stage.captures[1].response == (7, 8), "all of its tokens have KV"
-
-
-@pytest.mark.parametrize("budget", [LaneBudget(0, 9), LaneBudget(99, 0), LaneBudget(-9, -9)])
-def test_an_end_without_room_holds_nothing_for_ever(budget: LaneBudget) -> None:
-    stage = Stage()
-    stage.end(7, (7, 8))
-    assert stage.jobs.grant_ends(budget, 0) == LaneBudget(0, 0) and not stage.jobs
-    assert [capture.response for capture in stage.captures] == [(7,)]
-
-
-def test_without_blocks_what_is_there_is_captured() -> None:
-    stage = Stage()
-    stage.end(7, (7, 8))
-    stage.end(8, (7,))
-    assert stage.jobs.grant_ends(AMPLE, BLOCKS) == LaneBudget(0, 0)
-    assert [capture.response for capture in stage.captures] == [(7,), ()]
-    assert stage.captures[1].request is NOTHING, "of the second one nothing is there"
 
 
 # base prefills --------------------------------------------------------------------------------------------------------
@@ -189,8 +138,8 @@ def test_nobody_waits_for_what_cannot_be_computed(tokens: tuple[int, ...]) -> No
 
 
 class Machine(RuleBasedStateMachine):
-    """Answers that end, wishes for base prefills, steps of all sizes, captures by rank, neighbours that take blocks,
-    pauses and lost caches: blocks are free or held, never both.
+    """Wishes for base prefills, steps of all sizes, captures by rank, neighbours that take blocks, pauses and lost
+    caches: blocks are free or held, never both.
     """
 
     def __init__(self) -> None:
@@ -199,15 +148,6 @@ class Machine(RuleBasedStateMachine):
         self.others: list[KVCacheBlock] = []
         self.reported: Counter[int] = Counter()
 
-    @rule(
-        prompt=st.integers(1, 20),
-        output=st.integers(1, 6),
-        status=st.sampled_from([STOPPED, LENGTH, RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR]),
-    )
-    def end(self, prompt: int, output: int, status: RequestStatus) -> None:
-        if self.stage.pool.get_num_free_blocks() >= 7:
-            self.stage.end(prompt, tuple(range(3, 3 + output)), status)
-
     @rule(token=st.integers(0, 110), length=st.integers(0, LIMIT + 2), is_awaited=st.booleans())
     def add(self, token: int, length: int, is_awaited: bool) -> None:
         self.stage.jobs.add(HERE, (token,) * length, is_awaited=is_awaited)
@@ -215,10 +155,8 @@ class Machine(RuleBasedStateMachine):
     @rule(tokens=st.integers(-5, 60), rows=st.integers(-1, 3), spare=st.integers(0, BLOCKS), idle=st.booleans())
     def step(self, tokens: int, rows: int, spare: int, idle: bool) -> None:
         before, jobs = self.stage.pool.get_num_free_blocks(), self.stage.jobs
-        ends = jobs.grant_ends(LaneBudget(tokens, rows), spare)
-        assert ends == jobs.taken
-        self.stage.grant(tokens - ends.tokens, rows - ends.rows, spare, idle=idle)
-        assert jobs.taken.tokens <= max(0, tokens) and jobs.taken.rows <= max(0, rows)
+        spans = self.stage.step(tokens, rows, spare, idle=idle)
+        assert sum(map(len, spans)) <= max(0, tokens) and len(spans) <= max(0, rows)
         assert self.stage.pool.get_num_free_blocks() >= min(before, spare)
         for lane in jobs.granted:
             assert all(self.stage.pool.blocks[block].ref_cnt == 1 for block in lane.blocks)
@@ -260,8 +198,8 @@ class Machine(RuleBasedStateMachine):
         assert self.stage.pool.get_num_free_blocks() + len(held) + len(self.others) == BLOCKS
         counts = jobs.counts
         ended = counts["base_prefills_done"] + counts["base_prefills_dropped"]
-        assert counts["base_prefills_queued"] - ended == sum(not job.answer for job in jobs._jobs)
-        assert sum(not (job.is_urgent or jobs._has_begun(job)) for job in jobs._jobs) <= MOST
+        assert counts["base_prefills_queued"] - ended == len(jobs)
+        assert sum(not (job.is_awaited or jobs._has_begun(job)) for job in jobs._jobs) <= MOST
         assert all(len(job.tokens) > job.computed for job in jobs._jobs)
 
     def teardown(self) -> None:
@@ -288,8 +226,8 @@ def candidate(name: str = "r", tokens: int = SIZE) -> LiveRequest:
 
 
 def lane_grants(candidates: dict[str, LiveRequest]) -> LaneGrants:
-    """Without ends of answers and base prefills."""
-    return LaneGrants(candidates, HeldJobs(HeldBlocks(1), lambda _: None))
+    """Without base prefills."""
+    return LaneGrants(candidates, BasePrefills(HeldBlocks(1), lambda _: None))
 
 
 def judged(holes: Holes = HOLES, name: str = "r") -> LiveRequest:
@@ -305,7 +243,7 @@ def test_near_holes_are_one_and_too_many_are_joined(monkeypatch: pytest.MonkeyPa
     assert judged().holes == (range(10, 20), range(30, 42), range(59, 60))
 
 
-def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
+def test_a_step_without_gaps_or_base_prefills_wants_no_lanes() -> None:
     candidates = {"r": judged((range(59, 60),))}
     lanes = lane_grants(candidates)
     assert not lanes.is_wanted
@@ -314,7 +252,7 @@ def test_a_step_without_gaps_ends_or_base_prefills_wants_no_lanes() -> None:
     assert lanes.holes_of(candidates["s"]) is None and lanes.holes_of(candidates["r"]) == (range(59, 60),)
     del candidates["s"]
     assert not lanes.is_wanted
-    lanes.jobs._jobs.append(SimpleNamespace())  # type: ignore[arg-type]
+    lanes.prefills._jobs.append(SimpleNamespace())  # type: ignore[arg-type]
     assert lanes.is_wanted
 
 

@@ -9,15 +9,11 @@ step (`scheduler.py`).
 In every layer a pass writes the keys and values of all its tokens before it attends, so a hole reads what the holes
 before it compute in the same pass. vLLM itself relies on this for prefix hits within a batch.
 
-Other lanes compute in blocks of no running request: the ends of answers that other agents read, and base prefills.
-
-A token is drawn from the KV of those before it, so the last token of an answer has none. It is computed in the step
-after, in a lane over the blocks of the finished request; without room there, the answer is kept without its end.
-
-Base prefills are no requests of vLLM's, so no client waits for an output. They take blocks, rows and tokens that
-requests leave of a step, over as many steps as it takes: first those that a request waits for, which is translated then
-instead of computed; then others, within a share of the step's time. Of these the latest is first: the workers keep
-captured KV of a few prompts only, and base KV of a prompt that they have dropped teaches nothing.
+Other lanes compute base prefills, in blocks of no request: they are none of vLLM's, so no client waits for an output.
+They take blocks, rows and tokens that requests leave of a step, over as many steps as it takes: first those that a
+request waits for, which is translated then instead of computed; then others, within a share of the step's time. Of
+these the latest is first: the workers keep captured KV of a few prompts only, and base KV of a prompt that they have
+dropped teaches nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from typing import NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from kedge.integrations.vllm.plugin.requests import Capture, LiveRequest
 from kedge.reuse.costs import MAX_PENDING
@@ -38,8 +34,6 @@ from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
 from kedge.types import GenerateRequest, Namespace, Segment, Tokens
 
-COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-"""Ends of answers that their readers get whole"""
 QUEUED, DONE, DROPPED = "base_prefills_queued", "base_prefills_done", "base_prefills_dropped"
 NOTHING = GenerateRequest(())
 """The request of a capture that only frees blocks"""
@@ -129,33 +123,20 @@ class PassLimits(NamedTuple):
         return 0 < len(tokens) < self.limit and max(tokens) < self.vocabulary
 
 
-def answer_of(request: Request) -> Tokens:
-    """Return the answer of a request that has ended, without the token that stopped it."""
-    tokens = tuple(request.output_token_ids)
-    return tokens[:-1] if request.status is RequestStatus.FINISHED_STOPPED else tokens
-
-
 @dataclass(eq=False, slots=True)
-class HeldJob:
-    """Tokens that are computed in held blocks, behind those that have KV: of a base prefill, or of an answer."""
+class BasePrefill:
+    """Tokens that are computed in held blocks, for base KV of a value or of a template."""
 
     request: GenerateRequest
     tokens: Tokens
     capture_id: int
     computed: int = 0
-    answer: Tokens = ()
-    """The last of the tokens, if they are an answer"""
     is_awaited: bool = False
     """Whether a request waits for it"""
 
-    @property
-    def is_urgent(self) -> bool:
-        """Whether a request waits for it, or is going to read the answer."""
-        return self.is_awaited or bool(self.answer)
 
-
-class HeldJobs:
-    """The base prefills of one scheduler, and the ends of its answers."""
+class BasePrefills:
+    """The base prefills of one scheduler."""
 
     model: PassLimits
     """Set once lanes are granted: nothing comes before"""
@@ -165,23 +146,13 @@ class HeldJobs:
         self._held, self._order = held, order
         self.granted: list[HeldLane] = []
         """The lanes of this step"""
-        self._jobs: list[HeldJob] = []
+        self._jobs: list[BasePrefill] = []
         """Those that were asked for longest ago first"""
         self.counts: Counter[str] = Counter()
-        """Of base prefills since the start, by the names of `metrics.COUNTERS`"""
+        """Since the start, by the names of `metrics.COUNTERS`"""
 
     def __len__(self) -> int:
         return len(self._jobs)
-
-    @property
-    def taken(self) -> LaneBudget:
-        """What the lanes of this step take of it."""
-        return LaneBudget(sum(len(lane.span) for lane in self.granted), len(self.granted))
-
-    @property
-    def has_ends(self) -> bool:
-        """Whether the end of an answer is still to be computed."""
-        return any(job.answer for job in self._jobs)
 
     @property
     def has_awaited(self) -> bool:
@@ -189,20 +160,6 @@ class HeldJobs:
         return any(job.is_awaited for job in self._jobs)
 
     # what is to be computed -----------------------------------------------------------------------------------
-
-    def add_answer(self, asked: GenerateRequest, ended: Request, block_ids: list[int]) -> None:
-        """Hold the blocks of an answer that other agents read, and order its capture once its end has KV, too."""
-        answer, prompt = answer_of(ended), ended.prompt_token_ids or ()
-        known = min(max(0, ended.num_computed_tokens - ended.num_prompt_tokens), len(answer))
-        tokens = (*prompt, *answer)
-        may_end = known < len(answer) and ended.status in COMPLETE and self.model.can_compute(tokens)
-        if not block_ids or not (known or may_end):
-            return
-        job = HeldJob(asked, tokens, self._held.hold(block_ids), len(prompt) + known, answer)
-        if may_end:
-            self._jobs.append(job)
-        else:
-            self._capture(job)
 
     def add(self, namespace: Namespace, tokens: Tokens, *, is_awaited: bool = False) -> None:
         """Queue a base prefill, unless the model cannot compute it. Of those that have not begun and that no request
@@ -215,14 +172,14 @@ class HeldJobs:
         else:
             self.counts[QUEUED] += 1
             request = GenerateRequest((Segment(tokens, "p0"),), tenant=namespace.tenant, partition=namespace.partition)
-            job = HeldJob(request, tokens, self._held.hold([]))
+            job = BasePrefill(request, tokens, self._held.hold([]))
         self._jobs.append(job)
         job.is_awaited |= is_awaited
-        waiting = [one for one in self._jobs if not (one.is_urgent or self._has_begun(one))]
+        waiting = [one for one in self._jobs if not (one.is_awaited or self._has_begun(one))]
         self._drop(*waiting[: max(0, len(waiting) - MAX_PENDING)])
 
-    def _find(self, namespace: Namespace, tokens: Tokens) -> HeldJob | None:
-        alike = (job for job in self._jobs if job.tokens == tokens and not job.answer)
+    def _find(self, namespace: Namespace, tokens: Tokens) -> BasePrefill | None:
+        alike = (job for job in self._jobs if job.tokens == tokens)
         return next((job for job in alike if job.request.namespace == namespace), None)
 
     def is_awaited(self, namespace: Namespace, tokens: Tokens) -> bool:
@@ -230,60 +187,45 @@ class HeldJobs:
         job = self._find(namespace, tokens)
         return job is not None and job.is_awaited
 
-    def _has_begun(self, job: HeldJob) -> bool:
+    def _has_begun(self, job: BasePrefill) -> bool:
         return bool(self._held.blocks_of(job.capture_id))
 
     # what a step computes of it -------------------------------------------------------------------------------
 
-    def grant_ends(self, budget: LaneBudget, spare: int) -> LaneBudget:
-        """Begin a step, and grant lanes for the ends of answers that it has room for. The others are given up: under
-        full load they would wait, and hold their blocks, for ever. Returns what the lanes take.
-
-        `budget` is what requests leave of it, `spare` the blocks that are left to them.
-        """
-        self.granted = []
-        taken = self._grant([job for job in self._jobs if job.answer], budget, spare)
-        self._drop(*(job for job in self._jobs if job.answer))
-        return taken
-
     def grant(self, budget: LaneBudget, spare: int, *, most: int, idle: bool) -> LaneBudget:
         """Grant lanes for pieces of base prefills, those that a request waits for first. Returns what they take.
 
-        `budget` is what requests, and ends of answers, leave of a step; prefills that no request waits for take at most
-        `most` tokens of it. Where fewer than `spare` blocks are free for requests, the prefills under way are dropped.
+        `budget` is what requests leave of a step; prefills that no request waits for take at most `most` tokens of it.
+        Where fewer than `spare` blocks are free for requests, the prefills under way are dropped. One without blocks
+        is dropped where a request waits for it, which then computes it, or the engine is `idle`: it would step for
+        ever.
         """
-        bases = [job for job in self._jobs if not job.answer]
-        begun = [job for job in bases if self._has_begun(job)]
+        self.granted = []
+        begun = [job for job in self._jobs if self._has_begun(job)]
         if self._held.pool.get_num_free_blocks() < spare:
             self._drop(*begun)
-            bases, begun = [job for job in bases if job not in begun], []
-        awaited = [job for job in bases if job.is_awaited]
-        others = [job for job in reversed(bases) if not (job.is_awaited or job in begun)]
-        ordered = [*awaited, *(job for job in begun if not job.is_awaited), *others]
-        return self._grant(ordered, budget, spare, most, idle=idle)
-
-    def _grant(
-        self, jobs: Sequence[HeldJob], budget: LaneBudget, spare: int, most: int = 0, *, idle: bool = False
-    ) -> LaneBudget:
-        """Grant lanes in this order, as far as the budget goes. A job without blocks is given up where it is urgent, as
-        its readers then compute it, or the engine `idle`, which would step for ever.
-        """
-        before = self.taken
-        for job in jobs:
-            left = budget.less(*self.taken.less(*before))
-            limit = left.tokens if job.is_urgent else min(left.tokens, most)
+            begun = []
+        awaited = [job for job in self._jobs if job.is_awaited]
+        others = [job for job in reversed(self._jobs) if not (job.is_awaited or job in begun)]
+        for job in [*awaited, *(job for job in begun if not job.is_awaited), *others]:
+            left = budget.less(*self._taken)
+            limit = left.tokens if job.is_awaited else min(left.tokens, most)
             if limit <= 0 or left.rows <= 0:
                 break
             if self._held.grow(job.capture_id, self._blocks(job.tokens), spare):
-                most -= 0 if job.is_urgent else min(limit, len(job.tokens) - job.computed)
+                most -= 0 if job.is_awaited else min(limit, len(job.tokens) - job.computed)
                 self._compute(job, limit)
-            elif idle or job.is_urgent:
+            elif idle or job.is_awaited:
                 self._drop(job)
             else:
                 break
-        return self.taken.less(*before)
+        return self._taken
 
-    def _compute(self, job: HeldJob, most: int) -> None:
+    @property
+    def _taken(self) -> LaneBudget:
+        return LaneBudget(sum(len(lane.span) for lane in self.granted), len(self.granted))
+
+    def _compute(self, job: BasePrefill, most: int) -> None:
         """Compute the next piece, and order the capture with the last one."""
         blocks = self._held.blocks_of(job.capture_id)[: self._blocks(job.tokens)]
         span = range(job.computed, min(job.computed + most, len(job.tokens)))
@@ -291,33 +233,26 @@ class HeldJobs:
         job.computed = span.stop
         if span.stop == len(job.tokens):
             self._jobs.remove(job)
-            self.counts[DONE] += not job.answer
-            self._capture(job)
+            self.counts[DONE] += 1
+            self._capture(job, job.request)
 
-    def _capture(self, job: HeldJob) -> None:
-        """Order the capture of an answer as far as it has KV, or of a whole base prefill.
-
-        The last pass of one that is given up may still write: a capture of nothing frees its blocks once the next one
-        is over.
-        """
-        request, missing = job.request, len(job.tokens) - job.computed
-        answer = job.answer[: len(job.answer) - missing]
-        if missing and not answer:
-            request = NOTHING
-        self._order(Capture(request, tuple(self._held.blocks_of(job.capture_id)), job.capture_id, answer))
+    def _capture(self, job: BasePrefill, request: GenerateRequest) -> None:
+        self._order(Capture(request, tuple(self._held.blocks_of(job.capture_id)), job.capture_id))
 
     def _blocks(self, tokens: Tokens) -> int:
         return -(-len(tokens) // self.model.block_size)
 
     # what is given up -----------------------------------------------------------------------------------------
 
-    def _drop(self, *jobs: HeldJob) -> None:
-        """Give jobs up. A request that needs a base prefill asks again; of an answer what is there is captured."""
+    def _drop(self, *jobs: BasePrefill) -> None:
+        """Give jobs up. A request that needs one asks again. The last pass of one that has begun may still write: a
+        capture of nothing frees its blocks once the next one is over.
+        """
         for job in jobs:
             self._jobs.remove(job)
-            self.counts[DROPPED] += not job.answer
+            self.counts[DROPPED] += 1
             if self._has_begun(job):
-                self._capture(job)
+                self._capture(job, NOTHING)
             else:
                 self._held.free(job.capture_id)
 
@@ -327,16 +262,16 @@ class HeldJobs:
 
     def give_up(self) -> None:
         """Forget all jobs. The blocks that they hold are freed by the caller."""
-        self.counts[DROPPED] += sum(not job.answer for job in self._jobs)
+        self.counts[DROPPED] += len(self._jobs)
         self._jobs.clear()
 
 
 class LaneGrants:
     """The lanes of one scheduler's requests. Without `open`, no request gets any."""
 
-    def __init__(self, requests: Mapping[str, LiveRequest], jobs: HeldJobs) -> None:
-        """`requests`: all that wait or run, by vLLM's ids. `jobs` get lanes too."""
-        self._requests, self.jobs = requests, jobs
+    def __init__(self, requests: Mapping[str, LiveRequest], prefills: BasePrefills) -> None:
+        """`requests`: all that wait or run, by vLLM's ids. Base `prefills` get lanes too."""
+        self._requests, self.prefills = requests, prefills
         self.is_open = False
         self._hold_back: Callable[[], None] = lambda: None
         self._granted: dict[str, Holes] = {}
@@ -344,13 +279,13 @@ class LaneGrants:
         """Requests that were admitted in this step -> their lanes: all of their holes but the last"""
 
     def open(self, hold_back: Callable[[], None], model: PassLimits) -> None:
-        """Let requests and jobs have lanes. `hold_back` ends the admissions of the step under way."""
-        self.is_open, self._hold_back, self.jobs.model = True, hold_back, model
+        """Let requests and base prefills have lanes. `hold_back` ends the admissions of the step under way."""
+        self.is_open, self._hold_back, self.prefills.model = True, hold_back, model
 
     @property
     def is_wanted(self) -> bool:
-        """Whether lanes may be granted in this step: to a request, to the end of an answer or to a base prefill."""
-        return bool(self.jobs) or self._has_gaps
+        """Whether lanes may be granted in this step: to a request or to a base prefill."""
+        return bool(self.prefills) or self._has_gaps
 
     @property
     def _has_gaps(self) -> bool:
@@ -395,13 +330,13 @@ class LaneGrants:
 
     @property
     def taken(self) -> LaneBudget:
-        """What the lanes of this step take of it: of requests admitted in it, ends of answers and base prefills."""
+        """What the lanes of this step take of it: of requests admitted in it, and of base prefills."""
         lanes = [lane for admitted in self._admitted.values() for lane in admitted]
-        lanes += [lane.span for lane in self.jobs.granted]
+        lanes += [lane.span for lane in self.prefills.granted]
         return LaneBudget(sum(map(len, lanes)), len(lanes))
 
     def take(self) -> tuple[dict[str, Holes], list[HeldLane]]:
         """Return the lanes of this step: of requests that were admitted in it, and in held blocks."""
-        taken = self._admitted, self.jobs.granted
-        self._admitted, self.jobs.granted = {}, []
+        taken = self._admitted, self.prefills.granted
+        self._admitted, self.prefills.granted = {}, []
         return taken

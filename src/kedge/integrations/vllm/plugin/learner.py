@@ -230,7 +230,7 @@ class Learner:
         request, table = order.request, self.pages.table(order.blocks)
         start, self.is_at_rest = request.prompt_tokens, False
         if order.response:
-            kv = self.pages.read(table, start, start + len(order.response))
+            kv = self.pages.read(table, start, start + order.known)
             self._runtime.keep_response(request, order.response, kv)
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:

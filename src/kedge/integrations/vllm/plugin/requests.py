@@ -195,7 +195,9 @@ class Capture:
     capture_id: int
     """By which the ranks report that they have read the blocks, which the scheduler holds until then"""
     response: Tokens = ()
-    """Generated tokens whose KV is there"""
+    """Generated tokens"""
+    known: int = 0
+    """Leading ones of them whose KV is there: those that were run, so the last one is seldom among them"""
 
 
 @dataclass

@@ -188,8 +188,7 @@ class StepScheduler(Scheduler):
         rows = self.scheduler_config.max_num_seqs
         budget = LaneBudget(self.max_num_scheduled_tokens - running, rows - running)
         if self.pause_state is not PauseState.UNPAUSED:
-            lanes.jobs.stop()
-        budget = budget.less(*lanes.jobs.grant_ends(budget, len(self.running)))
+            lanes.prefills.stop()
         demand = 0  # of running requests, beyond a token each
         for one in self.running:
             wanted = one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
@@ -204,14 +203,14 @@ class StepScheduler(Scheduler):
         """Grant lanes to base prefills, of what lanes and running requests leave. One row is left to admissions, unless
         a request waits for a base prefill.
         """
-        if not lanes.jobs:
+        if not lanes.prefills:
             return LaneBudget(0, 0)
         first = next(iter(self.waiting), None)
         awaited = -(-first.num_tokens // self.block_size) if first else 0
-        budget = left.less(demand, 1 if first and not lanes.jobs.has_awaited else 0)
+        budget = left.less(demand, 1 if first and not lanes.prefills.has_awaited else 0)
         prefill, idle = demand + (first.num_tokens if first else 0), not self.requests
         most = self._base_share.idle(budget.tokens) if idle else self._base_share.beside(prefill, budget.tokens)
-        return lanes.jobs.grant(budget, len(self.running) + awaited, most=most, idle=idle)
+        return lanes.prefills.grant(budget, len(self.running) + awaited, most=most, idle=idle)
 
     def _add_lanes(self, output: SchedulerOutput, request_id: str, lanes: Holes) -> None:
         """Schedule the lanes of a request that the base class has admitted, after it has finished its own books."""

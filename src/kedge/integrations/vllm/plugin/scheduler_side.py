@@ -31,12 +31,11 @@ from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import namespace_of, read_hints, without_hints
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
-from kedge.integrations.vllm.plugin.lanes import answer_of
 from kedge.integrations.vllm.plugin.metrics import REPORT_SECONDS, KedgeStats
 from kedge.integrations.vllm.plugin.owners import UNANSWERED, AgentPrompts, SessionHistories
 from kedge.integrations.vllm.plugin.requests import LiveRequest, Orders, Reports, receipt_to_dict
 from kedge.integrations.vllm.plugin.settings import PluginSettings
-from kedge.integrations.vllm.plugin.translations import Translations
+from kedge.integrations.vllm.plugin.translations import Translations, answer_of
 from kedge.policies.eviction import policy_of
 from kedge.reuse.costs import MAX_PENDING
 from kedge.structures.bounded import BoundedDict
@@ -312,7 +311,7 @@ class SchedulerSide:
     def totals(self) -> dict[str, int]:
         """Return everything that was counted since the start, by the names of `metrics.COUNTERS`."""
         found = self.prompts.counters()
-        found.update({**self.translations.lanes.jobs.counts, **self._counts})
+        found.update({**self.translations.lanes.prefills.counts, **self._counts})
         if self.queue:
             for name, count in self.queue.evicted.items():
                 found[f"evictions_{name}"] += count

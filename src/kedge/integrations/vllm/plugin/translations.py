@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kedge.guard import EVERYTHING, GuardMode
-from kedge.integrations.vllm.plugin.lanes import HeldBlocks, HeldJobs, LaneGrants
+from kedge.integrations.vllm.plugin.lanes import BasePrefills, HeldBlocks, LaneGrants
 from kedge.integrations.vllm.plugin.requests import (
     Capture,
     LiveRequest,
@@ -26,7 +26,7 @@ from kedge.integrations.vllm.plugin.requests import (
     TranslationWrite,
 )
 from kedge.settings import GuardSettings
-from kedge.types import GenerateRequest, ReuseMode, RunKey
+from kedge.types import GenerateRequest, ReuseMode, RunKey, Tokens
 
 UNPROVED_HERE = "nothing proves it within a budget of fidelity: KedgeMiddleware does, and fidelity any needs no proof"
 CacheBlocks = Callable[[Request, int], None]
@@ -51,7 +51,7 @@ class Translations:
         """Of the step that is being scheduled"""
         self.held = HeldBlocks(ranks)
         """For captures"""
-        self.lanes = LaneGrants(self.requests, HeldJobs(self.held, self._order))
+        self.lanes = LaneGrants(self.requests, BasePrefills(self.held, self._order))
         self._is_learning = False
         self._completed: deque[list[Capture]] = deque([] for _ in range(2 if is_ahead else 1))
         """Prompts to be captured in the steps to come, once their first tokens have been read; their blocks are held"""
@@ -126,8 +126,7 @@ class Translations:
         """
         if not live.is_asked_about or live.verdict or live.is_pending:
             return
-        is_behind = self._orders.captures or any(self._completed) or self.lanes.jobs.has_ends
-        if not (is_behind or live.awaits):
+        if not (self._orders.captures or any(self._completed) or live.awaits):
             self._take(live, answer(self._query(live, computed)))
 
     def _query(self, live: LiveRequest, computed: int) -> TranslationQuery:
@@ -141,7 +140,7 @@ class Translations:
         room. Once it is there, or given up, the verdict is withdrawn.
         """
         namespace = live.asked.namespace
-        if any(self.lanes.jobs.is_awaited(namespace, tokens) for tokens in live.awaits or ()):
+        if any(self.lanes.prefills.is_awaited(namespace, tokens) for tokens in live.awaits or ()):
             return True
         live.withdraw()
         live.awaits = ()
@@ -157,12 +156,16 @@ class Translations:
             self._orders.dropped += (live.request_id,)
 
     def on_finish(self, live: LiveRequest, block_ids: list[int]) -> None:
-        """Order the capture of a response that other agents read; its blocks are held until then."""
+        """Order the capture of a response that other agents read; its blocks are held until then. The token that was
+        drawn last has no KV: its readers compute it.
+        """
         if live.is_pending or live.verdict:
             self._orders.dropped += (live.request_id,)
         may_learn = live.asked.reuse is ReuseMode.TRANSLATE and live.refusal is None
-        if live.asked.produces is not None and may_learn:
-            self.lanes.jobs.add_answer(live.asked, live.request, block_ids)
+        answer = answer_of(live.request)
+        known = min(live.request.num_computed_tokens - live.request.num_prompt_tokens, len(answer))
+        if live.asked.produces is not None and may_learn and block_ids and known > 0:
+            self._order(Capture(live.asked, tuple(block_ids), self.held.hold(block_ids), answer, known))
 
     def end_run(self, run: RunKey) -> None:
         """Let the workers forget what the agents of a run shared."""
@@ -208,23 +211,29 @@ class Translations:
         request = live.asked
         live.take_verdict(verdict)
         for tokens in verdict.needs:
-            self.lanes.jobs.add(request.namespace, tokens)
+            self.lanes.prefills.add(request.namespace, tokens)
         live.awaits = verdict.awaits if live.awaits is None else ()  # it waits once at most
         for tokens in live.awaits:
-            self.lanes.jobs.add(request.namespace, tokens, is_awaited=True)
+            self.lanes.prefills.add(request.namespace, tokens, is_awaited=True)
 
     def give_up_captures(self) -> None:
         """Free the blocks of finished requests, and drop the orders to read them that have not been sent."""
         self._orders.captures = ()
         for captures in self._completed:
             captures.clear()
-        self.lanes.jobs.give_up()
+        self.lanes.prefills.give_up()
         self.held.give_up()
 
     @property
     def busy(self) -> bool:
         """Whether a capture, a base prefill or an expected prompt is pending, or workers are learning."""
-        return bool(self.held or self.lanes.jobs or self._orders.expected) or self._is_learning
+        return bool(self.held or self.lanes.prefills or self._orders.expected) or self._is_learning
+
+
+def answer_of(request: Request) -> Tokens:
+    """Return the answer of a request that has ended, without the token that stopped it."""
+    tokens = tuple(request.output_token_ids)
+    return tokens[:-1] if request.status is RequestStatus.FINISHED_STOPPED else tokens
 
 
 def request_refusal(request: Request) -> str | None:
