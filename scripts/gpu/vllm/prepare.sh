@@ -6,7 +6,7 @@
 # CHECKOUT (default: the current folder) is the root of a checkout of Kedge. Everything goes to CHECKOUT/.gpu-vllm, which
 # git ignores: parts of at most --mib MiB, and their sums. Needs pip, xz, readelf, 2 GB of disk and 5 to 9 minutes, most of
 # them for xz. --ptx keeps PTX of kernels that have no machine code for sm_90 (Marlin, int8), --moe the kernels for mixtures
-# of experts: a dense bf16 model needs neither. Then scripts/gpu/vllm/on_device.sh there.
+# of experts: a dense bf16 model needs neither. Then scripts/gpu/run.sh there.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 mib=36 ptx= moe= checkout=$PWD

@@ -168,9 +168,9 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         receipt = (last.kv_transfer_params or {}).get("kedge")
         return VllmCall(prompt, tuple(last.outputs[0].token_ids), last.num_cached_tokens or 0, steps[0][0], receipt)
 
-    async def forget(self) -> None:
-        """Empty vLLM's prefix cache."""
-        await self._engine.reset_prefix_cache()
+    async def forget(self) -> bool:
+        """Empty vLLM's prefix cache. Returns False where a block is still held."""
+        return await self._engine.reset_prefix_cache()
 
     async def prefill_s(self, prompt: Tokens) -> float:
         """Return seconds to compute `prompt` on the otherwise idle engine."""
@@ -366,12 +366,12 @@ def pair_figures(pairs: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
 LOAD_ROOM = KvRoom(32_768, 2048)
 
 
-def engine_settings(model: Path, team: LoadTeam) -> EngineSettings:
+def engine_settings(model: Path, team: LoadTeam, room: KvRoom = LOAD_ROOM) -> EngineSettings:
     """Return the settings of both engines: rows beyond the running requests are for the plug-in's lanes."""
     arguments: dict[str, Any] = {
         **(machine_arguments(model) if torch.cuda.is_available() else {}),
-        "max_model_len": LOAD_ROOM.longest,
-        "num_gpu_blocks_override": LOAD_ROOM.blocks,
+        "max_model_len": room.longest,
+        "num_gpu_blocks_override": room.blocks,
         "max_num_seqs": ROWS,
     }
     return EngineSettings(backend="vllm", anchors=dict(team.anchors), guard=dict(team.guard), vllm=arguments)

@@ -1,1 +1,0 @@
-"""The checks that need a GPU; see `scripts/gpu_check.sh`."""
