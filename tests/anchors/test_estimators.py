@@ -100,7 +100,7 @@ def test_nearest_is_exact(lengths: list[int], tokens: int, k: int, seed: int) ->
     wanted = distances.topk(min(k, sum(lengths)), dim=1, largest=False)
     torch.testing.assert_close(found.squared.double(), wanted.values, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(distances.gather(1, found.columns), wanted.values, atol=1e-4, rtol=1e-4)
-    assert found.mean_squared == pytest.approx(float(distances.mean()), rel=1e-4)
+    assert float(found.mean_squared) == pytest.approx(float(distances.mean()), rel=1e-4)
 
 
 def test_aligned_compares_token_by_token() -> None:

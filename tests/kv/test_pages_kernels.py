@@ -106,7 +106,7 @@ def test_a_kernel_translates_what_layers_do(dtype: torch.dtype) -> None:
     base = KVSegment(*torch.randn(2, layers, tokens, shape.heads, shape.dim).to(DEVICE, dtype))
     table = empty_table(base)
     table.put(AnchorId(0), torch.randn(9, table.width, device=DEVICE))
-    rows, weights = torch.randint(0, 9, (tokens, 4)).to(DEVICE), torch.rand(tokens, 4).to(DEVICE)
+    rows, weights = torch.randint(0, 9, (tokens, 4)), torch.rand(tokens, 4)
     item = Translation(5, base, Blend(rows, weights, table.version), table)
     for one in (pages.kernel, pages.twin):
         translate_into(one)(one.table([3, 1], [range(5, 9), range(12, 26)]), [item])

@@ -63,7 +63,7 @@ def case(
         table.put(AnchorId(anchor), torch.randn(length, width, generator=random).to(DEVICE))
     rows = torch.randint(0, max(1, length * anchors), (tokens, k), generator=random)
     weights = torch.rand(tokens, k, generator=random).softmax(1)
-    item = Translation(start, base, Blend(rows.to(DEVICE), weights.to(DEVICE), table.version), table)
+    item = Translation(start, base, Blend(rows, weights, table.version), table)
     return Case(storage, SlotTable.of(torch.randperm(blocks, generator=random).tolist(), BLOCK), item)
 
 

@@ -150,8 +150,8 @@ class Neighbours:
     """int64 [tokens, k]"""
     squared: Tensor
     """float32 [tokens, k], squared distances"""
-    mean_squared: float
-    """Mean squared distance of all query tokens to all anchor tokens"""
+    mean_squared: Tensor
+    """float32 []: mean squared distance of all query tokens to all anchor tokens"""
 
 
 class KeyBlock:
@@ -178,7 +178,7 @@ class KeyBlock:
         self._matrix[:columns, :dim] = keys
         self._matrix[:columns, dim] = keys.square().sum(1)
         self._matrix[columns:, dim] = _FAR
-        self._mean, self._mean_norm = keys.mean(0), float(self._matrix[:columns, dim].mean())
+        self._mean, self._mean_norm = keys.mean(0), self._matrix[:columns, dim].mean()
 
     @property
     def keys(self) -> Tensor:
@@ -222,8 +222,8 @@ class KeyBlock:
         buffer = keys.new_empty(min(chunk, len(keys)), len(self._matrix))
         parts = [self._search(part, min(k, self.columns), buffer) for part in augmented.split(chunk)]
         squared = (torch.cat([p[0] for p in parts]) + norms).clamp_min_(0)
-        mean = float(norms.mean()) + self._mean_norm - 2 * float(keys.mean(0) @ self._mean)
-        return Neighbours(torch.cat([p[1] for p in parts]), squared, max(mean, 0.0))
+        mean = norms.mean() + self._mean_norm - 2 * (keys.mean(0) @ self._mean)
+        return Neighbours(torch.cat([p[1] for p in parts]), squared, mean.clamp_min(0))
 
     def _search(self, augmented: Tensor, k: int, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """Return the exact top k in two passes: the k nearest lie in the k groups (columns modulo `_groups`) of least

@@ -1,7 +1,8 @@
 """Estimators: how the offsets of a value are blended from those of the anchors.
 
 An estimator looks at key vectors only, so that what it proposes for a value holds for every site (agent) that the same
-anchors have offsets for.
+anchors have offsets for. Key vectors are compared where they are; what is proposed comes to the CPU, for what every
+site makes of it are dozens of operations over few numbers, each of which takes a GPU longer to start.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class Proposal:
     """float32 [anchors]: share of each anchor in the value's offsets"""
     after: Tensor
     """float32 [anchors]: weights for the prefix segment after the value"""
+
+    def on_cpu(self) -> Proposal:
+        """Return it with all tensors on the CPU."""
+        parts = self.columns, self.weights, self.distance, self.mass, self.after
+        return Proposal(*(one.cpu() for one in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,7 @@ class Token:
         return Proposal(
             columns=found.columns,
             weights=weights,
-            distance=(found.squared[:, 0] / max(found.mean_squared, _TINY)).sqrt(),
+            distance=(found.squared[:, 0] / found.mean_squared.clamp_min(_TINY)).sqrt(),
             mass=_mass(found.columns, weights, block),
             after=anchor_weights(block.ends(query, self.last).sqrt(), self.temperature),
         )
@@ -143,11 +149,12 @@ class Token:
         """Return float32 [tokens, k] that sum to 1: of ordinary kriging with the covariance exp(-distance / scale);
         `keys` are those of the neighbours.
         """
-        scale = max(found.mean_squared / 2, _TINY) ** 0.5
+        scale = (found.mean_squared / 2).clamp_min(_TINY).sqrt()
         near = (-found.squared.sqrt() / scale).exp()
         among = (-torch.cdist(keys, keys) / scale).exp()
         among.diagonal(dim1=1, dim2=2).add_(self.noise)
-        solved = torch.linalg.solve(among, torch.stack([near, torch.ones_like(near)], dim=2))
+        both = torch.stack([near, torch.ones_like(near)], dim=2)
+        solved, _ = torch.linalg.solve_ex(among, both)  # never singular, for the noise; to look would wait for a GPU
         weights, equal = solved.unbind(2)
         return weights + equal * ((1 - weights.sum(1)) / equal.sum(1))[:, None]
 

@@ -21,7 +21,7 @@ from kedge.kv.segment import KVSegment
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """A weighted sum of rows of an offset table for each token."""
+    """A weighted sum of rows of an offset table for each token. It is on the CPU until something is blended."""
 
     rows: Tensor
     """int64 [tokens, k]"""
@@ -92,15 +92,15 @@ class OffsetTable:
         return self.arena.nbytes
 
     def rows_of_anchors(self, anchors: Sequence[AnchorId]) -> Tensor:
-        """Return int64: the rows of these anchors, one after the other, not to be written to. Raises `KeyError` for an
-        anchor without rows.
+        """Return int64, on the CPU: the rows of these anchors, one after the other, not to be written to. Raises
+        `KeyError` for an anchor without rows.
 
         The last answer is kept: the blends of one request after the other read the same anchors.
         """
         key = (*anchors,), self.version
         if self._asked[0] != key:
             ranges = [self._ranges[anchor] for anchor in anchors]
-            rows = torch.cat([torch.arange(r.start, r.stop, device=self.arena.device) for r in ranges])
+            rows = torch.cat([torch.arange(r.start, r.stop) for r in ranges])
             self._asked = key, rows
         return self._asked[1]
 
@@ -142,8 +142,8 @@ class OffsetTable:
         if not blend.rows.numel() or not self.arena.numel():
             return self.arena.new_zeros(blend.tokens, self.width)
         # One fused call that reads each row once, the fastest way on a CPU.
-        weights = blend.weights.to(self.dtype)
-        return torch.nn.functional.embedding_bag(blend.rows, self.arena, per_sample_weights=weights, mode="sum")
+        rows, weights = blend.rows.to(self.arena.device), blend.weights.to(self.arena.device, self.dtype)
+        return torch.nn.functional.embedding_bag(rows, self.arena, per_sample_weights=weights, mode="sum")
 
     def check_integrity(self) -> None:
         """Raise `PlanError` where ranges overlap, or leave the arena."""

@@ -208,5 +208,5 @@ def rotated(sample: SampleView, after: OffsetEstimate | None = None) -> OffsetEs
 
 def no_offsets(base: KVSegment, table: OffsetTable) -> Blend:
     """Return the blend of no rows, which leaves base KV as it is."""
-    rows = torch.zeros(base.tokens, 0, dtype=torch.int64, device=base.device)
+    rows = torch.zeros(base.tokens, 0, dtype=torch.int64)
     return Blend(rows, rows.float(), table.version)

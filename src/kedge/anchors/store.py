@@ -124,7 +124,7 @@ class AnchorStore:
         def propose() -> tuple[Proposal, int | None]:
             known = pool.find(query)
             same = ids.index(known.id) if known is not None and known.id in ids else None
-            return self._estimator.propose(query, block, same), same
+            return self._estimator.propose(query, block, same).on_cpu(), same
 
         proposal, same = self._proposals.use((sample.pool, sample.key, ids), propose)
         return Match(query, block, same, proposal, sample.weight)

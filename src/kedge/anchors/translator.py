@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import torch
+
 from kedge.anchors.offsets import Blend, OffsetTable, split_rows
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import KernelSlots, SlotTable
@@ -76,9 +78,14 @@ def in_one_pass(pages: KernelSlots, table: SlotTable, items: Sequence[Translatio
         return
     from kedge.kv.translate_kernel import translate
 
-    slots = table.slots.to(pages.addresses.device, non_blocking=True)  # once; no kernel is waited for
+    # What the kernels read is sent once, for all segments; no kernel is waited for.
+    rows = torch.cat([item.blend.rows.flatten() for item in items])
+    weights = torch.cat([item.blend.weights.flatten() for item in items])
+    slots, rows, weights = (one.to(pages.addresses.device, non_blocking=True) for one in (table.slots, rows, weights))
+    sent = 0
     for item in items:
-        blend, offsets = item.blend, item.table
-        offsets.check(blend)
-        its = slots[item.start : item.start + item.base.tokens]
-        translate(pages, its, item.start, item.base, offsets.arena, blend.rows, blend.weights)
+        item.table.check(item.blend)
+        its, shape = slots[item.start : item.start + item.tokens], item.blend.rows.shape
+        part = slice(sent, sent := sent + shape.numel())
+        of_rows, of_weights = rows[part].view(shape), weights[part].view(shape)
+        translate(pages, its, item.start, item.base, item.table.arena, of_rows, of_weights)

@@ -56,7 +56,7 @@ def measure_writes(costs: EngineCosts, pages: Pages) -> None:
     base = KVSegment(torch.zeros_like(kv.keys), torch.zeros_like(kv.values))
     offsets = empty_table(base)
     offsets.put(AnchorId(0), torch.zeros(1, offsets.width, device=base.device))
-    rows = torch.zeros(base.tokens, 1, dtype=torch.int64, device=base.device)
+    rows = torch.zeros(base.tokens, 1, dtype=torch.int64)
     whole = Translation(0, base, Blend(rows, torch.ones_like(rows, dtype=torch.float32), offsets.version), offsets)
     write = partial(translate_into(pages), table)
     _seconds(pages, write, whole)  # the first use of anything takes longer
