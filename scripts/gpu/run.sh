@@ -17,7 +17,7 @@
 #     stock      five prompts twice; server: its API server with the connector
 #     exact      whether all tokens are stock vLLM's with the connector and a host tier
 #     translate  time to first token of five agents: dense, stock, translated; team: at the paper's size, 3 samples
-#     load       teams at once, CLIENTS and RUN_SECONDS as above; aborts: 2,000 requests, every fifth aborted
+#     load       teams at once, CLIENTS and RUN_SECONDS as above; aborts: REQUESTS (2000), every fifth aborted
 #     cycle      ten agents with room for four; sessions: recorded coding agents
 #
 # And any FILE.py of your own, with the size and a file for its results. Names with + between them run side by side. Each
@@ -100,7 +100,9 @@ run() {
         accuracy) bench accuracy accuracy --model "$model" --questions "${QUESTIONS:-500}" ;;
         ops | stock | exact | server) script "$1" smoke.py ;;
         translate) script translate smoke.py --quick ;;
-        load | aborts) script "$1" under_load.py --json "$OUT/$1.json" --clients "${clients[@]}" --seconds "$seconds" ;;
+        load | aborts)
+            local asked=(--clients "${clients[@]}" --seconds "$seconds" --requests "${REQUESTS:-2000}")
+            script "$1" under_load.py --json "$OUT/$1.json" "${asked[@]}" ;;
         team) bench team vllm --case team --model-size "$size" --samples 3 ;;
         cycle) bench cycle vllm --case cycle --model-size "$size" --trials 3 ;;
         sessions) bench sessions vllm --case sessions --model-size "$size" --quick ;;

@@ -83,7 +83,7 @@ def test_vllms_cuda_code_runs_with_the_plug_in(tmp_path: Path) -> None:
         subprocess.run([*command, str(KIT / "vllm" / "rehearsal" / "stubs.c")], check=True)
     own = {"PYTHON": str(PYTHON), "REHEARSAL": str(KIT / "vllm" / "rehearsal"), "LD_LIBRARY_PATH": str(stubs)}
     own |= {"GPU_KEEP": str(KEPT if (KEPT / "vllm-done").exists() else tmp_path / "kept"), "SIZE": "tiny", "EAGER": "1"}
-    done = kit(tmp_path, "translate", "exact", root=ROOT, **own)
+    done = kit(tmp_path, "stock", "server", "translate", "exact", root=ROOT, **own)
     logs = {name: (tmp_path / "out" / f"{name}.log").read_text(encoding="utf-8") for name in ("translate", "exact")}
     assert done.returncode == 0, done.stdout + done.stderr + logs["translate"][-3000:]
     agents = [json.loads(line) for line in logs["translate"].splitlines() if line.startswith("{")]

@@ -89,7 +89,7 @@ def stock(size: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_random_llama(size, Path(folder))
         began = time.perf_counter()
-        room = {"max_model_len": 4096, "num_gpu_blocks_override": 4096, "max_num_seqs": 16}
+        room = {"max_model_len": 4096, "num_gpu_blocks_override": 4096}
         llm = LLM(model=folder, skip_tokenizer_init=True, **room, **machine_arguments(Path(folder)))
         print(f"started in {time.perf_counter() - began:.0f} s", flush=True)
         prompts = [
