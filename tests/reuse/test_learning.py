@@ -129,6 +129,19 @@ def test_what_nothing_was_learned_for_is_not_saved_up() -> None:
     assert stage.step(0.015) == pytest.approx(PIECE)
 
 
+def test_what_a_pass_under_way_still_takes_is_not_learnings() -> None:
+    stage, waits = Stage(), list[float]()
+
+    def settle() -> None:
+        waits.append(stage.now)
+        stage.now += 100 * PIECE
+
+    stage.budget.settle = settle
+    for pieces in (5, 0.5, 2):  # of which half is learning's
+        stage.budget.spend(stage.learn, pieces * PIECE)
+    assert stage.learned == pytest.approx(4 * PIECE) and len(waits) == 2, "nothing is waited for without credit"
+
+
 @pytest.mark.parametrize("is_timed", [False, True])
 @pytest.mark.parametrize("idle", [False, True])
 def test_first_tokens_do_not_wait_for_learning_but_for_every_so_many(is_timed: bool, idle: bool) -> None:

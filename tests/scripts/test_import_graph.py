@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from scripts.import_graph import ImportGraph, circular, floors
-from scripts.rooms import BEGIN, END, drawn
 
 FILES = {
     "__init__.py": "",
@@ -40,24 +39,7 @@ def test_a_name_leads_to_its_module(graph: ImportGraph) -> None:
     assert graph.imported(("house", "engine", "run")) == {("house", "cache"), ("house", "ground")}
 
 
-def test_floors_are_the_longest_paths_down(graph: ImportGraph) -> None:
-    arrows = graph.siblings(("house",))
-    assert arrows == {"ground": frozenset(), "cache": frozenset({"ground"}), "engine": frozenset({"cache", "ground"})}
-    assert floors(arrows) == {"ground": 1, "cache": 2, "engine": 3}
-    assert not circular(arrows)
-
-
 def test_a_circle_is_found_and_shares_a_floor(graph: ImportGraph) -> None:
     arrows = graph.siblings(("house", "cache"))
     assert circular(arrows) == {("tree", "nodes"), ("nodes", "tree")}
     assert floors(arrows) == {"tree": 1, "nodes": 1}
-
-
-# the drawing of the rooms ---------------------------------------------------------------------------------------------
-
-
-def test_only_what_is_between_the_markers_changes() -> None:
-    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert drawn(page, "new\n") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
-    with pytest.raises(ValueError, match="needs the lines"):
-        drawn("no markers", "new")

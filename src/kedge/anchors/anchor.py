@@ -160,10 +160,11 @@ class KeyBlock:
     def __init__(self, anchors: Sequence[Anchor]) -> None:
         self.ids: tuple[AnchorId, ...] = tuple(a.id for a in anchors)
         device = anchors[0].keys.device
-        self.lengths = torch.tensor([a.length for a in anchors], device=device)
+        self.lengths = torch.tensor([a.length for a in anchors]).to(device, non_blocking=True)
         self.starts = self.lengths.cumsum(0) - self.lengths
         keys = torch.cat([a.keys for a in anchors])
-        self.owner = torch.arange(len(anchors), device=device).repeat_interleave(self.lengths)
+        each = torch.arange(len(anchors), device=device)
+        self.owner = each.repeat_interleave(self.lengths, output_size=len(keys))
         """int64 [columns]: index of the anchor of each column"""
         self._fill(keys)
 

@@ -80,7 +80,7 @@ def anchor_weights(distances: Tensor, temperature: float, same: int | None = Non
     KVCOMM's softmax(-d) depends on length and scale; divided by the mean, only ratios count.
     """
     if same is not None:
-        return torch.zeros_like(distances).index_fill_(0, torch.tensor(same, device=distances.device), 1.0)
+        return torch.arange(len(distances), device=distances.device).eq(same).float()
     return torch.softmax(-temperature * distances / distances.mean().clamp_min(_TINY), dim=0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -70,6 +71,8 @@ class AnchorStore:
         """The limit of tenants without one of their own"""
         self._ids = count()
         self._observed = self._used = 0
+        self.waited = 0.0
+        """Seconds in which a device was waited for to match values, with the pass that it was in"""
 
     def estimate(
         self, site: PlaceholderSite, sample: SampleView, weak_error: float | None = None, *, leave_out: bool = False
@@ -124,7 +127,10 @@ class AnchorStore:
         def propose() -> tuple[Proposal, int | None]:
             known = pool.find(query)
             same = ids.index(known.id) if known is not None and known.id in ids else None
-            return self._estimator.propose(query, block, same).on_cpu(), same
+            proposal, began = self._estimator.propose(query, block, same), time.monotonic()
+            proposal = proposal.on_cpu()
+            self.waited += time.monotonic() - began
+            return proposal, same
 
         proposal, same = self._proposals.use((sample.pool, sample.key, ids), propose)
         return Match(query, block, same, proposal, sample.weight)

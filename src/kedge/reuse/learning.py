@@ -156,6 +156,8 @@ class LearningBudget(SpareTime):
         """Unless `is_timed` it is one piece a step: the clocks of several ranks differ. `clock` is in seconds."""
         super().__init__(clock)
         self._is_timed, self._share, self._credit = is_timed, LEARNING_SHARE, 0.0
+        self.settle: Callable[[], object] = lambda: None
+        """Waits for a pass that a device has only begun: what that still takes is no time of learning's"""
 
     def spend(self, learn: Callable[[], bool], seconds: float, *, is_awaited: bool = False) -> None:
         """Learn piece after piece after a pass of so many seconds, within its share, until `learn` returns False. Later
@@ -169,7 +171,8 @@ class LearningBudget(SpareTime):
             return
         if not self._is_timed or (not seconds and self.is_idle):
             learn()
-        elif seconds:
+        elif seconds and self._credit > 0:
+            self.settle()
             began = self._clock()
             while self._credit > 0 and learn():
                 ended = self._clock()

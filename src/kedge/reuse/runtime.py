@@ -190,9 +190,7 @@ class Runtime:
         return [self._placeholder_need(request, one) for one in paying]
 
     def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KVSegment) -> None:
-        """Keep an answer's own KV as the base KV of the placeholder that it fills. That of its last token may be
-        missing: its readers compute it.
-        """
+        """Keep an answer's own KV, but perhaps that of its last token, as base KV of the placeholder that it fills."""
         if self.learns(request) and request.produces is not None:
             run, sample = request.run_key, request.produces
             self._bases.put_sample(run, sample, tokens, kv)

@@ -95,9 +95,14 @@ def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeyp
         for each in seconds:
             passed.append(passed[-1] + each)
 
+    class Budget(LearningBudget):
+        def spend(self, _: Any, seconds: float, **more: Any) -> None:  # noqa: ARG002
+            spent.append(seconds)
+
+    spent = list[float]()
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(worker_side, "time", clock)
-    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), costs)
+    side: Any = WorkerSide(16, 1.0, Budget(), costs)
     side._passes = worker_side.PassEvents()
     side._learner = SlowLearner(clock)
     for scheduled, writes in ((100, (WRITE,)), (200, ()), (0, ())):
@@ -114,6 +119,7 @@ def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeyp
     side.begin_step()
     side.after_pass(Orders(scheduled=60, rows=2))
     assert costs.seen[1:] == [(200, 1, 8.0), (50, 1, 8.0)], "a step without a pass is none"
+    assert spent == [0.0, 0.0, 0.0, 4.0, 16.0], "learning has a share of what the device has done"
 
 
 class Resting(SlowLearner):

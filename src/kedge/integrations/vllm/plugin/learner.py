@@ -124,6 +124,8 @@ class Learner:
         """All anchors and all base KV"""
         self._runtime = Runtime(*self.learned, settings.planner, None, costs)
         self.pages, self._costs, self._translate_into = pages, costs, translate_into(pages)
+        # It stands while a pass under way is waited for: that goes on meanwhile, and takes no longer for it.
+        self._clock = lambda: time.monotonic() - anchors.waited
         self.expected = DraftedPrompts(self._runtime, self._known)
         self.planned: dict[RequestId, PlannedWrite] = {}
         """Of requests that are not admitted yet"""
@@ -177,7 +179,7 @@ class Learner:
 
     def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
         """Plan a prompt, and keep the plan for its write where something is translated."""
-        began = time.monotonic()
+        began = self._clock()
         request, head = query.request, self._head(query.request)
         exact = max(query.exact, head.tokens if head else 0)
         found, ready = self.expected.claim(request), 0
@@ -192,7 +194,7 @@ class Learner:
         self._note_harvest(request, wanted=self._runtime.wants_harvest(request, plan))
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             return TranslationVerdict((range(request.prompt_tokens),), plan.misses, wanted)
-        seconds += time.monotonic() - began
+        seconds += self._clock() - began
         self.planned[request.request_id] = PlannedWrite(plan, head, seconds)
         return TranslationVerdict(holes, plan.misses, wanted, ready=ready)
 
@@ -255,6 +257,11 @@ class Learner:
     def is_learning(self) -> bool:
         """Whether a prompt can be prepared, or learned from as its base KV is there."""
         return not self.is_at_rest and (self.expected.is_due or self.captured.ready)
+
+    def settle(self) -> None:
+        """Wait for the pass under way, where `learn` would have to."""
+        if self.is_learning:
+            self.pages.synchronize()
 
     def learn(self) -> bool:
         """Prepare one value of an expected prompt, or else measure the offsets of one segment of a captured prompt. No

@@ -156,9 +156,7 @@ class Translations:
             self._orders.dropped += (live.request_id,)
 
     def on_finish(self, live: LiveRequest, block_ids: list[int]) -> None:
-        """Order the capture of a response that other agents read; its blocks are held until then. The token that was
-        drawn last has no KV: its readers compute it.
-        """
+        """Order the capture of a response that others read, as far as it was run; its blocks are held until then."""
         if live.is_pending or live.verdict:
             self._orders.dropped += (live.request_id,)
         may_learn = live.asked.reuse is ReuseMode.TRANSLATE and live.refusal is None

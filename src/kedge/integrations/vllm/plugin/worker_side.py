@@ -209,6 +209,7 @@ class WorkerSide:
             if self._passes:
                 self._passes.end(orders.scheduled, orders.rows)
                 ended = self._passes.take_ended()
+                seconds = sum(taken for _, _, taken in ended)
             for tokens, rows, taken in ended:
                 self._costs.observe_pass(tokens, rows, taken)
                 if tokens >= MIN_MEASURED:
