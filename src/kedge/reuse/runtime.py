@@ -142,15 +142,15 @@ class Runtime:
         """Return whether something of this request may be translated, or kept for others."""
         return request.reuse is ReuseMode.TRANSLATE and self._refusal is None
 
-    def needs(self, request: GenerateRequest) -> list[BaseNeed]:
-        """Return base prefills that later requests would profit from, and that have not been done yet."""
+    def needs(self, request: GenerateRequest, *, is_new: bool = False) -> list[BaseNeed]:
+        """Return base prefills worth doing for later requests. One that `is_new` counts as a reader of its values."""
         if not self.learns(request):
             return []
         key, placed = template_key(request), layout(request)
         values = self._worth_translating(placed)
         if not values:
             return []
-        for one in values:
+        for one in values if is_new else ():
             self._readers.read(pool_of(request, one), one.segment.tokens)
         others = [one for one in values if not reads_in_place(request, one)]
         missing = [self._placeholder_need(request, one) for one in others if self._lacks_base(request, one)]

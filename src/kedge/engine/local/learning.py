@@ -126,7 +126,7 @@ class Learning:
         except Exception:  # out of memory, say: its readers ask for it
             self._counts["failed"] += 1
             logger.exception("base KV of what %s read could not be kept", sequence.request.request_id)
-        for need in self._runtime.needs(sequence.request):
+        for need in self._runtime.needs(sequence.request, is_new=True):
             if len(need.tokens) <= self._longest:
                 self._queue(need, sequence)
         waiting = [job for job in self._jobs if not job.admitted and not job.is_awaited]

@@ -146,7 +146,7 @@ class Learner:
     def judge(self, query: TranslationQuery) -> TranslationVerdict:
         """Return what of a prompt has to be computed, and which base KV would help."""
         request = query.request
-        wanted = () if query.has_waited else self._note(self._runtime.needs(request))
+        wanted = () if query.has_waited else self._note(self._runtime.needs(request, is_new=True))
         if refusal := self.rotation.refusal:
             self._note_harvest(request, wanted=refusal is UNCHECKED and not request.guard.held_out)
             return TranslationVerdict((range(request.prompt_tokens),), (Miss("*", refusal),), wanted)
