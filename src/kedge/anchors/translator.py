@@ -78,10 +78,11 @@ def in_one_pass(pages: KernelSlots, table: SlotTable, items: Sequence[Translatio
         return
     from kedge.kv.translate_kernel import translate
 
-    # What the kernels read is sent once, for all segments; no kernel is waited for.
-    rows = torch.cat([item.blend.rows.flatten() for item in items])
-    weights = torch.cat([item.blend.weights.flatten() for item in items])
-    slots, rows, weights = (one.to(pages.addresses.device, non_blocking=True) for one in (table.slots, rows, weights))
+    # What the kernels read is sent once, for all segments, from memory of which a copy waits for nothing.
+    device, blends = pages.addresses.device, [item.blend for item in items]
+    parts = [torch.cat([one.rows.flatten() for one in blends]), torch.cat([one.weights.flatten() for one in blends])]
+    parts = [part.pin_memory() for part in parts] if device.type == "cuda" else parts
+    slots, rows, weights = (one.to(device, non_blocking=True) for one in (table.slots, *parts))
     sent = 0
     for item in items:
         item.table.check(item.blend)

@@ -223,8 +223,13 @@ class Requests:
             sequence.todo = [last]
 
     def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
-        """End the answer. The token that was drawn last has no KV: its readers compute it."""
-        sequence.end_response(reason, computed)
+        """End the answer, of which the first `computed` tokens have KV: the one drawn last is left to its readers. Of a
+        forced one the rest is computed next, for its logits.
+        """
+        sequence.finish, sequence.computed = reason, computed
+        if sequence.forced:
+            sequence.todo = list(range(computed, len(sequence.tokens)))
+            sequence.computed = len(sequence.tokens) - 1
         if not sequence.todo:
             self._finish(sequence)
 

@@ -202,14 +202,6 @@ class RequestSequence(Sequence):
     def room(self) -> int:
         return self.request.prompt_tokens + self.max_tokens
 
-    def end_response(self, reason: FinishReason, computed: int) -> None:
-        """Mark the response as complete, with the KV of the first `computed` tokens there. Of a forced one the rest is
-        computed next, for its logits.
-        """
-        self.finish, self.computed = reason, computed
-        if self.forced:
-            self.todo, self.computed = list(range(computed, len(self.tokens))), len(self.tokens) - 1
-
     @property
     def is_prepared(self) -> bool:
         """Whether it has claimed a prepared prompt that still holds its blocks."""

@@ -168,7 +168,8 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
             anchors = within_free_memory(self._settings.anchors, pages.empty.keys.device)
             settings = self._settings.model_copy(update={"anchors": anchors})
             self._learner = Learner(pages, settings, self._costs)
-            self._budget.settle = self._learner.settle
+            if self._passes:
+                self._budget.settle = self._learner.settle
         except TranslationRefused as refused:
             logger.warning("kedge: translation is off: %s", refused)
             self._refusal = refused.why
