@@ -119,7 +119,7 @@ def test_a_value_that_costs_less_to_compute_is_neither_learned_nor_needed(above:
 
 def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholder() -> None:
     runtime, asked = Taught(CAPACITY, Cost(readers=3)).runtime, request(1)
-    for _ in range(2):  # more are assumed by nobody, nor there for the asking
+    for _ in range(2):  # asking again makes no more readers
         assert not (runtime.needs(asked, is_new=True) or runtime.needs(asked) or runtime.prerequisites(asked, 0))
     assert len(runtime.needs(asked, is_new=True)) == 1, "the third reader"
     assert len(runtime.prerequisites(request(2), 0)) == 1, "so is the next value worth it before it is read"
