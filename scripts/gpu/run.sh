@@ -9,7 +9,7 @@
 #     graphs     CUDA graphs against eager passes, greedy tokens against Transformers'
 #     ttft       `kedge bench ttft`, by anchors; moved: the same without them
 #     teams      `kedge bench load` with CLIENTS ("8 32"), for RUN_SECONDS (20) each
-#     fidelity   a real model: `kedge bench fidelity` for TASK (reading), 500 questions; accuracy: Table 1
+#     fidelity   a real model: `kedge bench fidelity` for TASK (reading), 500 QUESTIONS; accuracy: Table 1
 #
 # Stock vLLM, and the same with the plug-in:
 #
@@ -52,7 +52,8 @@ if [[ ${KEDGE_MODEL_PARTS:-} ]]; then
     gather model "$KEDGE_MODEL_PARTS"
     cat "$keep"/model/part-* > "$keep/model.gguf"
 fi
-if [[ -d $root/.gpu-vllm && ! -e $keep/vllm-done ]]; then
+is_for() { "$python" -c "import sys; sys.exit(sys.version_info[:2] != ($1))"; }
+if [[ -d $root/.gpu-vllm && ! -e $keep/vllm-done ]] && is_for 3,12; then  # it is packed for that Python alone
     gather vllm "$root/.gpu-vllm"
     cat "$keep"/vllm/part-* | "$python" -c '
 import lzma, sys, tarfile
@@ -85,7 +86,9 @@ bench() { local name=$1; shift; step "$name" "$python" -c 'from kedge.cli.main i
 script() { step "$1" "$python" "$here/vllm/$2" --step "$1" --size "$size" "${@:3}"; }
 
 run() {
-    local clients=(${CLIENTS:-8 32}) seconds=${RUN_SECONDS:-20} few=() memory=() mild=()
+    local clients=(${CLIENTS:-8 32}) seconds=${RUN_SECONDS:-20} task=${TASK:-reading} few=() memory=() mild=()
+    local questions=${QUESTIONS:-500}
+    [[ $task == gsm8k ]] && questions=${QUESTIONS:-240}  # there are no more
     [[ $size == tiny ]] && few=(--question 64 --prefix 16 --output 8 --agents 2) mild=(--taught 1 --methods dense,kedge)
     [[ $size == 8b ]] && memory=(--kv-memory 40GiB --anchor-memory 8GiB)
     case $1 in
@@ -96,8 +99,8 @@ run() {
             [[ $1 == moved ]] && by=moved
             bench "$1" ttft --model-size "$size" --estimator $by --samples 4 --repeats 2 --device "$device" "${few[@]}" ;;
         teams) bench teams load --case "$size" --model-size "$size" --device "$device" "${clients[@]/#/--clients=}" --seconds "$seconds" "${memory[@]}" ;;
-        fidelity) bench "fidelity-${TASK:-reading}" fidelity --model "$model" --task "${TASK:-reading}" --questions "${QUESTIONS:-500}" "${mild[@]}" ;;
-        accuracy) bench accuracy accuracy --model "$model" --questions "${QUESTIONS:-500}" ;;
+        fidelity) bench "fidelity-$task" fidelity --model "$model" --task "$task" --questions "$questions" "${mild[@]}" ;;
+        accuracy) bench accuracy accuracy --model "$model" --questions "$questions" ;;
         ops | stock | exact | server) script "$1" smoke.py ;;
         translate) script translate smoke.py --quick ;;
         load | aborts)
