@@ -52,8 +52,8 @@ if [[ ${KEDGE_MODEL_PARTS:-} ]]; then
     gather model "$KEDGE_MODEL_PARTS"
     cat "$keep"/model/part-* > "$keep/model.gguf"
 fi
-is_for() { "$python" -c "import sys; sys.exit(sys.version_info[:2] != ($1))"; }
-if [[ -d $root/.gpu-vllm && ! -e $keep/vllm-done ]] && is_for 3,12; then  # it is packed for that Python alone
+python_is() { "$python" -c "import sys; sys.exit(sys.version_info[:2] != ($1))"; }
+if [[ -d $root/.gpu-vllm && ! -e $keep/vllm-done ]] && python_is 3,12; then  # it is packed for that Python alone
     gather vllm "$root/.gpu-vllm"
     cat "$keep"/vllm/part-* | "$python" -c '
 import lzma, sys, tarfile
@@ -86,10 +86,10 @@ bench() { local name=$1; shift; step "$name" "$python" -c 'from kedge.cli.main i
 script() { step "$1" "$python" "$here/vllm/$2" --step "$1" --size "$size" "${@:3}"; }
 
 run() {
-    local clients=(${CLIENTS:-8 32}) seconds=${RUN_SECONDS:-20} task=${TASK:-reading} few=() memory=() mild=()
+    local clients=(${CLIENTS:-8 32}) seconds=${RUN_SECONDS:-20} task=${TASK:-reading} shape=() memory=() methods=()
     local questions=${QUESTIONS:-500}
     [[ $task == gsm8k ]] && questions=${QUESTIONS:-240}  # there are no more
-    [[ $size == tiny ]] && few=(--question 64 --prefix 16 --output 8 --agents 2) mild=(--taught 1 --methods dense,kedge)
+    [[ $size == tiny ]] && shape=(--question 64 --prefix 16 --output 8 --agents 2) methods=(--taught 1 --methods dense,kedge)
     [[ $size == 8b ]] && memory=(--kv-memory 40GiB --anchor-memory 8GiB)
     case $1 in
         kernels) tests kernels tests/kv/test_{translate,pages,attention}_kernel*.py ;;
@@ -97,9 +97,9 @@ run() {
         ttft | moved)
             local by=token
             [[ $1 == moved ]] && by=moved
-            bench "$1" ttft --model-size "$size" --estimator $by --samples 4 --repeats 2 --device "$device" "${few[@]}" ;;
+            bench "$1" ttft --model-size "$size" --estimator $by --samples 4 --repeats 2 --device "$device" "${shape[@]}" ;;
         teams) bench teams load --case "$size" --model-size "$size" --device "$device" "${clients[@]/#/--clients=}" --seconds "$seconds" "${memory[@]}" ;;
-        fidelity) bench "fidelity-$task" fidelity --model "$model" --task "$task" --questions "$questions" "${mild[@]}" ;;
+        fidelity) bench "fidelity-$task" fidelity --model "$model" --task "$task" --questions "$questions" "${methods[@]}" ;;
         accuracy) bench accuracy accuracy --model "$model" --questions "$questions" ;;
         ops | stock | exact | server) script "$1" smoke.py ;;
         translate) script translate smoke.py --quick ;;

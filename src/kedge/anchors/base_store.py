@@ -144,9 +144,9 @@ class BaseStore:
         """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of
         equal content. Its producer's may lack the last token.
         """
+        least = max(1, len(tokens) - 1)
         for key in (_SampleKey(run, sample), ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
-            least = max(1, len(tokens) - 1)
             if stored and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= least:
                 return _entry(self._used(key), tokens)
         return None
@@ -214,5 +214,5 @@ class BaseStore:
 
 
 def _entry(stored: StoredBase, tokens: Tokens) -> KnownBase:
-    kv = stored.parts[0].slice(0, min(len(tokens), stored.parts[0].tokens))
+    kv = stored.parts[0].slice(0, len(tokens))
     return KnownBase((stored.serial, kv.tokens), tokens[: kv.tokens], kv, stored.reader)

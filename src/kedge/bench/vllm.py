@@ -168,9 +168,9 @@ class VllmLane(AbstractContextManager["VllmLane"]):
         receipt = (last.kv_transfer_params or {}).get("kedge")
         return VllmCall(prompt, tuple(last.outputs[0].token_ids), last.num_cached_tokens or 0, steps[0][0], receipt)
 
-    async def forget(self) -> bool:
-        """Empty vLLM's prefix cache. Returns False where a block is still held."""
-        return await self._engine.reset_prefix_cache()
+    async def forget(self) -> None:
+        """Empty vLLM's prefix cache."""
+        await self._engine.reset_prefix_cache()
 
     async def prefill_s(self, prompt: Tokens) -> float:
         """Return seconds to compute `prompt` on the otherwise idle engine."""

@@ -118,9 +118,9 @@ class Prefetcher:
         return max(0, self.jobs - sum(one.purpose is Purpose.PREFETCH for one in pending))
 
     def start(self, pending: Iterable[Transfer], among: Container[Owner] | None = None) -> None:
-        """Start loading the KV of owners that the device does not have. `among` limits which owners. Those needed
-        soonest go first, then the likeliest, then the smallest. The prefetches in `pending` count against `jobs`. What
-        finds no room is tried again when it is due. O(owners within the window).
+        """Start to load KV that owners need and the device lacks; with `among`, of these owners only. The owner that
+        runs next comes first; of equal ones that with the highest probability, then that with the least KV. Prefetches
+        in `pending` count against `jobs`. What finds no room is tried again when it is due. O(owners in the window).
         """
         if not self.due:
             return

@@ -143,7 +143,7 @@ class Runtime:
         return request.reuse is ReuseMode.TRANSLATE and self._refusal is None
 
     def needs(self, request: GenerateRequest, *, is_new: bool = False) -> list[BaseNeed]:
-        """Return base prefills worth doing for later requests. One that `is_new` counts as a reader of its values."""
+        """Return base prefills worth doing for later requests. A request that `is_new` counts as one more reader."""
         if not self.learns(request):
             return []
         key, placed = template_key(request), layout(request)

@@ -16,7 +16,7 @@ from kedge.server.openai import prompts
 from kedge.server.openai.generation import answer
 from kedge.server.openai.protocol import DROPPED, CallBody, ChatBody, Count
 from kedge.server.openai.tool_calls import read_json
-from kedge.server.openai.writers import AnswerWriter, Said
+from kedge.server.openai.writers import AnswerWriter, ParsedDelta
 from kedge.server.service import Service, TheCaller
 from kedge.types import Completion, FinishReason
 
@@ -143,8 +143,8 @@ class MessagesWriter(AnswerWriter):
         counts = {"input_tokens": self.requests[0].prompt_tokens, "output_tokens": 0}
         return _event("message_start", message=self._message([], counts))
 
-    def add(self, at: int, said: Said, kedge: Mapping[str, Any] | None) -> Iterator[bytes]:  # noqa: ARG002 (one choice)
-        parsed, delta = said
+    def add(self, at: int, pair: ParsedDelta, kedge: Mapping[str, Any] | None) -> Iterator[bytes]:  # noqa: ARG002 (one choice)
+        parsed, delta = pair
         if parsed.content:
             if not self.is_in_text:
                 yield self._start({"type": "text", "text": ""})

@@ -18,7 +18,7 @@ from kedge.server.http import ERRORS, EVENTS, PLACE, STREAMED, TypedRoute, accep
 from kedge.server.openai.generation import answer, failure
 from kedge.server.openai.protocol import CallBody, ChatBody, Count, Function, Tool
 from kedge.server.openai.tool_calls import ToolCall, read_json
-from kedge.server.openai.writers import AnswerWriter, Said
+from kedge.server.openai.writers import AnswerWriter, ParsedDelta
 from kedge.server.service import Service, TheCaller
 from kedge.types import Completion, FinishReason
 
@@ -206,8 +206,8 @@ class ResponsesWriter(AnswerWriter):
         response = self._response("in_progress")
         return b"".join(self._event(f"response.{name}", response=response) for name in ("created", "in_progress"))
 
-    def add(self, at: int, said: Said, kedge: Mapping[str, Any] | None) -> Iterator[bytes]:  # noqa: ARG002 (one choice)
-        parsed, delta = said
+    def add(self, at: int, pair: ParsedDelta, kedge: Mapping[str, Any] | None) -> Iterator[bytes]:  # noqa: ARG002 (one choice)
+        parsed, delta = pair
         if parsed.content:
             yield from self._open()
             self._items[-1]["content"][0]["text"] += parsed.content

@@ -84,8 +84,8 @@ async def answer(given: CallBody, writer: AnswerWriter, caller: CallScope) -> Re
     def whole() -> dict[str, Any]:
         done = [one for one in call.completions if one]
         deltas = [TokenDelta(one.text, one.tokens, one, one.logprobs, one.prompt_logprobs) for one in done]
-        said = [(call.reader().push(delta), delta) for delta in deltas]
-        return {**writer.whole(said), "kedge": call.kedge()}
+        pairs = [(call.reader().push(delta), delta) for delta in deltas]
+        return {**writer.whole(pairs), "kedge": call.kedge()}
 
     is_long = call.body.top_logprobs_count is not None
     return JSONAnswer(await caller.service.threads.work(whole) if is_long else whole())
@@ -97,8 +97,8 @@ async def _events(call: Generation, writer: AnswerWriter) -> AsyncIterator[bytes
     def written(batch: Sequence[tuple[int, TokenDelta]], kedge: Mapping[str, Any] | None) -> bytes:
         events = bytearray()
         for at, delta in batch:
-            said = readers[at].push(delta), delta
-            events += b"".join(writer.add(at, said, kedge if delta is batch[-1][1] else None))
+            pair = readers[at].push(delta), delta
+            events += b"".join(writer.add(at, pair, kedge if delta is batch[-1][1] else None))
         return bytes(events)
 
     if begun := writer.begin():

@@ -19,7 +19,7 @@ from kedge.types import Completion, FinishReason, GenerateRequest, TokenDelta, T
 _IMPOSSIBLE = -9999.0
 """Stands for minus infinity, which JSON cannot express."""
 Choice = dict[str, Any]
-Said = tuple[ParsedText, TokenDelta]
+ParsedDelta = tuple[ParsedText, TokenDelta]
 """Text and calls that are certain now, and the step that they come from; of a whole answer it is one step"""
 
 
@@ -36,11 +36,11 @@ class AnswerWriter(ABC):
     def __init__(self, service: Service) -> None:
         self.model, self.tokenizer = service.model_name, service.engine.tokenizer
 
-    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
+    def whole(self, pairs: Sequence[ParsedDelta]) -> dict[str, Any]:
         """Return a whole answer to a call, from the text and tool calls of each choice. For dialects of one choice: its
         events are written, and `ended` returns the answer that they add up to.
         """
-        [(parsed, delta)] = said
+        [(parsed, delta)] = pairs
         for _ in self.add(0, (parsed, delta), None):
             pass
         assert delta.completion
@@ -55,7 +55,7 @@ class AnswerWriter(ABC):
         return b""
 
     @abstractmethod
-    def add(self, at: int, said: Said, kedge: Mapping[str, Any] | None) -> Iterable[bytes]:
+    def add(self, at: int, pair: ParsedDelta, kedge: Mapping[str, Any] | None) -> Iterable[bytes]:
         """Yield the events of a step of choice number `at`. With the last one of all comes the field `kedge`."""
 
     @abstractmethod
@@ -68,9 +68,9 @@ class CompletionsWriter(AnswerWriter):
 
     last = DONE
 
-    def whole(self, said: Sequence[Said]) -> dict[str, Any]:
+    def whole(self, pairs: Sequence[ParsedDelta]) -> dict[str, Any]:
         self.begin()
-        choices = [choice.whole(*one) for choice, one in zip(self._choices, said, strict=True)]
+        choices = [choice.whole(*one) for choice, one in zip(self._choices, pairs, strict=True)]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     def begin(self) -> bytes:
@@ -90,8 +90,8 @@ class CompletionsWriter(AnswerWriter):
                 self._choices.append(ChatChoice(at, self.tokenizer, request))
         return b""
 
-    def add(self, at: int, said: Said, kedge: Mapping[str, Any] | None) -> Iterable[bytes]:
-        chunks, end = self._choices[at].chunks(*said), b""
+    def add(self, at: int, pair: ParsedDelta, kedge: Mapping[str, Any] | None) -> Iterable[bytes]:
+        chunks, end = self._choices[at].chunks(*pair), b""
         if kedge is not None:
             more = {"usage": self._usage()} if "usage" in self._chunk else {}
             end = event({**self._chunk, "choices": [] if more else [chunks.pop()], **more, "kedge": kedge})

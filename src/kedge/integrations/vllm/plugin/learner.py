@@ -124,7 +124,7 @@ class Learner:
         """All anchors and all base KV"""
         self._runtime = Runtime(*self.learned, settings.planner, None, costs)
         self.pages, self._costs, self._translate_into = pages, costs, translate_into(pages)
-        # It stands while a pass under way is waited for: that goes on meanwhile, and takes no longer for it.
+        # Without the time in which a pass under way was waited for: the device was at work then anyway.
         self._clock = lambda: time.monotonic() - anchors.waited
         self.expected = DraftedPrompts(self._runtime, self._known)
         self.planned: dict[RequestId, PlannedWrite] = {}
