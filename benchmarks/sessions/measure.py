@@ -17,8 +17,9 @@ from typing import Any
 from benchmarks.sessions.closed import ClosedSettings, Leaves, closed_loop
 from kedge.bench.sessions import measure as open_loop
 from kedge.bench.sessions.arrivals import Arrival, Conversation, SessionBenchSettings, traffic_of
-from kedge.bench.sessions.measure import CacheReplay, Columns, Progress, hit_rate, leading, tiered_cache
+from kedge.bench.sessions.measure import CacheReplay, Columns, Progress, hit_rate, tiered_cache
 from kedge.cache import CacheManager, Lease
+from kedge.policies.sessions.guard import leading
 from kedge.types import RequestId
 
 

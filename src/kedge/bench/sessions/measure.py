@@ -8,7 +8,7 @@ session's next request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -18,20 +18,11 @@ from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
 from kedge.policies.eviction import policy_of
 from kedge.policies.sessions import SessionHints, Turn, TurnEnd
+from kedge.policies.sessions.guard import leading
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, TenantId
 
 SPACE = Namespace(TenantId("trace"))
-
-
-def leading(chain: Iterable[int], cached: Container[int]) -> int:
-    """Return how many blocks of a chain are cached before the first that is not."""
-    count = 0
-    for block in chain:
-        if block not in cached:
-            break
-        count += 1
-    return count
 
 
 def hit_rate(hits: int, arrivals: Sequence[Arrival]) -> float:

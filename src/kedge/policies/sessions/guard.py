@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
+from itertools import takewhile
 from operator import itemgetter
 from typing import Any
 
@@ -20,14 +21,9 @@ from kedge.policies.sessions.turns import MAX_SESSIONS, Chain
 from kedge.structures.bounded import BoundedDict
 
 
-def leading(chain: Chain, cached: object) -> int:
-    """Return how many leading blocks of `chain` are in `cached`."""
-    count = 0
-    for block in chain:
-        if block not in cached:  # type: ignore[operator]
-            break
-        count += 1
-    return count
+def leading(chain: Iterable[Hashable], cached: Container[Hashable]) -> int:
+    """Return how many blocks of a chain are cached before the first that is not."""
+    return sum(1 for _ in takewhile(cached.__contains__, chain))
 
 
 class StepShadow:
