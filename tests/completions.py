@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate, pairwise
 
-from kedge.types import Completion, FinishReason, Receipt, RequestId, ReuseMode, Source, Span
+from kedge.types import Completion, FinishReason, Receipt, ReuseMode, Source, Span
 
 
 def completion(text: str = "", *, exact: int = 0, translated: int = 0, computed: int = 10) -> Completion:
@@ -13,5 +13,5 @@ def completion(text: str = "", *, exact: int = 0, translated: int = 0, computed:
     spans = tuple(
         Span(start, stop, source) for (start, stop), source in zip(ends, sources, strict=True) if stop > start
     )
-    receipt = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans)
-    return Completion(RequestId("r"), text, (1,), FinishReason.STOP, receipt, 12345.6, 23456.7)
+    receipt = Receipt("r", ReuseMode.TRANSLATE, spans)
+    return Completion("r", text, (1,), FinishReason.STOP, receipt, 12345.6, 23456.7)

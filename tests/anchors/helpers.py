@@ -12,10 +12,10 @@ from kedge.anchors.sites import OffsetEstimate
 from kedge.anchors.store import AnchorStore
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings
-from kedge.types import Namespace, TenantId, WorkflowId
+from kedge.types import Namespace
 
 LAYERS, HEADS, DIM = 4, 2, 8
-POOL = PoolKey(Namespace(TenantId("tenant")), WorkflowId("flow"), "agent_a_current")
+POOL = PoolKey(Namespace("tenant"), "flow", "agent_a_current")
 SLOT = PlaceholderSite("solver", 1)
 PREFIX = 5
 

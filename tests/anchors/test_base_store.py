@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 
 from kedge.anchors.base_store import BaseStore
 from kedge.errors import ConfigError
-from kedge.types import Namespace, RunId, RunKey, SampleId, TenantId
+from kedge.types import Namespace, RunKey, SampleId
 from tests.anchors.helpers import random_kv
 
-SPACE = Namespace(TenantId("t"))
-RUN, SAMPLE = RunKey(SPACE, "", RunId("r")), SampleId.parse("agent_a@0")
+SPACE = Namespace("t")
+RUN, SAMPLE = RunKey(SPACE, "", "r"), SampleId.parse("agent_a@0")
 
 
 def run_key(name: str, tenant: str = "t") -> RunKey:
-    return RunKey(Namespace(TenantId(tenant)), "", RunId(name))
+    return RunKey(Namespace(tenant), "", name)
 
 
 ONE = random_kv(1, 0).nbytes

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, Query
+from kedge.anchors.anchor import Anchor, KeyBlock, Query
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import Entropy, Error, Verdict
 from kedge.anchors.estimators import Interpolate, Match, Token
@@ -21,7 +21,7 @@ NO_PREFIX = torch.zeros(0)
 def at_distances(*distances: float, tokens: int = 1) -> Match:
     """A value of zeros, with one anchor at each distance from it."""
     keys = [torch.full((tokens, 1), d / tokens**0.5) for d in distances]
-    block = KeyBlock([Anchor(AnchorId(i), (0,) * tokens, k) for i, k in enumerate(keys)])
+    block = KeyBlock([Anchor(i, (0,) * tokens, k) for i, k in enumerate(keys)])
     query = Query((0,) * tokens, torch.zeros(tokens, 1), 1e-3)
     return Match(query, block, None, Interpolate().propose(query, block, None))
 

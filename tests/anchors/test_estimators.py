@@ -5,14 +5,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, KeyReader, Query
+from kedge.anchors.anchor import Anchor, KeyBlock, KeyReader, Query
 from kedge.anchors.estimators import Interpolate, Token
 from tests.anchors.helpers import DIM, HEADS, generator, random_kv
 
 
 def anchors(lengths: list[int], dim: int = 6, seed: int = 0) -> list[Anchor]:
     noise = generator(seed)
-    return [Anchor(AnchorId(i), (i,) * n, torch.randn(n, dim, generator=noise)) for i, n in enumerate(lengths)]
+    return [Anchor(i, (i,) * n, torch.randn(n, dim, generator=noise)) for i, n in enumerate(lengths)]
 
 
 def block(lengths: list[int]) -> KeyBlock:
@@ -81,7 +81,7 @@ def test_a_repeat_takes_one_anchor_alone(estimator: Token | Interpolate) -> None
 @pytest.mark.parametrize("estimator", [Token(8, 0.05, 10.0), Interpolate(10.0)])
 def test_one_token_that_equals_all_there_is(estimator: Token | Interpolate) -> None:
     ones = torch.ones(1, 6)
-    stored = KeyBlock([Anchor(AnchorId(i), (i,), ones) for i in range(3)])
+    stored = KeyBlock([Anchor(i, (i,), ones) for i in range(3)])
     proposal = estimator.propose(Query((9,), ones, 1e-3), stored, None)
     torch.testing.assert_close(proposal.weights, torch.full((1, 3), 1 / 3))
     assert torch.isfinite(proposal.distance).all()
@@ -147,7 +147,7 @@ def test_the_layer_is_at_two_thirds_of_the_depth() -> None:
 def test_rounding_is_no_difference_but_context_is() -> None:
     base = random_kv(6, 0, torch.bfloat16)
     query = KeyReader(64).read(tuple(range(6)), base)
-    anchor = Anchor(AnchorId(0), query.tokens, query.keys)
+    anchor = Anchor(0, query.tokens, query.keys)
     assert anchor.is_value(Query(query.tokens, query.keys * 1.01, query.tolerance))
     assert not anchor.is_value(Query(query.tokens, query.keys * 1.2, query.tolerance))
     assert not anchor.is_value(Query((0,) * 6, query.keys, query.tolerance))

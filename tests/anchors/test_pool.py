@@ -17,7 +17,7 @@ def add(pool: AnchorPool, number: int, site: PlaceholderSite = SLOT, hits: int =
     observed = Observation.measure(base, in_context(base, 1), PREFIX_BASE, PREFIX_BASE)
     keys = base.keys[1].flatten(1)
     known = pool.find(Query((number,) * 4, keys, 1e-3))
-    anchor = known or Anchor(AnchorId(number), (number,) * 4, keys, hits)
+    anchor = known or Anchor(number, (number,) * 4, keys, hits)
     pool.add(site, pool.site(site, base, PREFIX), anchor, observed)
     pool.check_integrity()
     return anchor.id
@@ -51,9 +51,9 @@ def test_nbytes_counts_tables_and_keys() -> None:
     for table in pool.tables:
         table.pack()
     assert pool.nbytes == (4 + PREFIX) * width * 2 + 4 * 16 * 4
-    pool.block((AnchorId(0),))
+    pool.block((0,))
     assert pool.nbytes > (4 + PREFIX) * width * 2 + 4 * 16 * 4
-    pool.drop(AnchorId(0))
+    pool.drop(0)
     for table in pool.tables:
         table.pack()
     assert pool.nbytes == 0
@@ -76,15 +76,15 @@ def test_base_and_real_must_be_of_the_same_tokens() -> None:
 def test_both_parts_or_none() -> None:
     site = SiteOffsets(random_kv(4, 1), PREFIX)
     observed = observation()
-    site.put(AnchorId(0), observed)
+    site.put(0, observed)
     bad = replace(observed, prefix=torch.full_like(observed.prefix, float("nan")))
     with pytest.raises(Exception, match="does not fit"):
-        site.put(AnchorId(1), bad)
+        site.put(1, bad)
     site.check_integrity()
     assert site.holders == [0]
     with pytest.raises(PlanError, match="before"):
-        site.put(AnchorId(0), observed)
+        site.put(0, observed)
     with pytest.raises(PlanError, match="prefix_tokens"):
-        site.put(AnchorId(1), replace(observed, prefix=observed.prefix[:2]))
+        site.put(1, replace(observed, prefix=observed.prefix[:2]))
     site.check_integrity()
     assert site.holders == [0]

@@ -19,7 +19,7 @@ from kedge.anchors.store import AnchorStore
 from kedge.errors import StateDamaged
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings
-from kedge.types import Namespace, RunId, RunKey, SampleId, TenantId, ValueKind
+from kedge.types import Namespace, RunKey, SampleId, ValueKind
 from tests.anchors.helpers import (
     DIM,
     HEADS,
@@ -101,13 +101,13 @@ def test_what_is_restored_keeps_to_the_bounds_of_its_new_home() -> None:
 
 
 def test_base_kv_of_templates() -> None:
-    bases, mine = BaseStore(1 << 20), Namespace(TenantId("a"))
+    bases, mine = BaseStore(1 << 20), Namespace("a")
     for index in (1, 3):
         bases.put_prefix(mine, "t", index, random_kv(4 + index, index))
     bases.put_content(mine, (1, 2), (), random_kv(2, 9))
     _, new = brought_back(AnchorStore(AnchorSettings()), bases)
     assert new.stats().values == 0
-    assert new.prefixes(Namespace(TenantId("b")), "t") is None
+    assert new.prefixes(Namespace("b"), "t") is None
     parts = new.prefixes(mine, "t")
     assert {index: kv.tokens for index, kv in parts.items()} == {1: 5, 3: 7}
     assert torch.equal(parts[3].keys, random_kv(7, 3).keys)
@@ -122,7 +122,7 @@ def test_a_signature_changes_with_what_is_learned() -> None:
     assert signature_of(store, bases, POOL) != before
     store.clear()
     assert signature_of(store, bases, POOL) is None
-    key = PrefixKey(Namespace(TenantId("a")), "t")
+    key = PrefixKey(Namespace("a"), "t")
     assert signature_of(store, bases, key) is None
     bases.put_prefix(*key, 1, random_kv(2, 1))
     one = signature_of(store, bases, key)
@@ -192,7 +192,7 @@ def test_a_record_that_makes_no_sense_is_refused_and_the_next_one_restored(damag
 
 
 VALUE = tuple(range(5))
-SPACE = Namespace(TenantId("a"), "part")
+SPACE = Namespace("a", "part")
 
 
 def value_record() -> Record:
@@ -207,9 +207,9 @@ def test_a_value_comes_back_for_its_namespace_and_context_alone() -> None:
     found.install(AnchorStore(AnchorSettings()), bases)
 
     def known(namespace: Namespace, context: tuple[int, ...]) -> KnownBase | None:
-        return bases.find(RunKey(namespace, "", RunId("new")), SampleId(ValueKind.INPUT, "q"), VALUE, context)
+        return bases.find(RunKey(namespace, "", "new"), SampleId(ValueKind.INPUT, "q"), VALUE, context)
 
     restored = known(SPACE, (7, 8))
     assert torch.equal(restored.kv.keys, random_kv(5, 1).keys)
     assert torch.equal(restored.kv.values, random_kv(5, 1).values)
-    assert known(Namespace(TenantId("a")), (7, 8)) is None and known(SPACE, ()) is None
+    assert known(Namespace("a"), (7, 8)) is None and known(SPACE, ()) is None

@@ -15,7 +15,7 @@ from kedge.anchors.store import AnchorStore, methods
 from kedge.errors import PlanError, TranslationRefused
 from kedge.kv.segment import KVSegment
 from kedge.settings import AnchorSettings
-from kedge.types import Namespace, TenantId, WorkflowId
+from kedge.types import Namespace
 from tests.anchors.helpers import (
     INTERPOLATE,
     OPEN,
@@ -281,8 +281,8 @@ def test_agents_that_learned_in_another_order_share_a_match(
 def test_tenants_workflows_and_placeholders_share_nothing() -> None:
     store = filled(range(5), **TOKEN)
     for pool in (
-        POOL._replace(namespace=Namespace(TenantId("other"))),
-        POOL._replace(workflow=WorkflowId("other")),
+        POOL._replace(namespace=Namespace("other")),
+        POOL._replace(workflow="other"),
         POOL._replace(placeholder="x"),
     ):
         assert store.estimate(SLOT, sample(0, pool=pool)).reason == "no anchor of this agent yet"
@@ -392,7 +392,7 @@ def test_pools_are_dropped_in_order_of_use() -> None:
 
 
 def in_tenant(tenant: str, seed: int, placeholder: str = "p") -> SampleView:
-    return sample(seed, pool=PoolKey(Namespace.parse(tenant), WorkflowId("flow"), placeholder))
+    return sample(seed, pool=PoolKey(Namespace.parse(tenant), "flow", placeholder))
 
 
 def seeds_of(store: AnchorStore, tenant: str) -> list[int]:
@@ -410,7 +410,7 @@ def test_a_tenant_with_too_much_loses_its_own() -> None:
     for seed in range(6):
         observe(store, in_tenant("b", seed))
     most = held(store, "b") // 2
-    store.limit(TenantId("a"), most)
+    store.limit("a", most)
     for seed, space in enumerate(("a", "a/salt", "a", "a/salt", "a")):
         observe(store, in_tenant(space, seed, f"p{seed % 2}"))
         store.check_integrity()
@@ -425,7 +425,7 @@ def test_tenants_without_a_limit_of_their_own_have_that_of_the_others() -> None:
     for seed in range(4):
         observe(store, in_tenant("b", seed))
     most = held(store, "b")
-    store.limit(TenantId("a"), most)
+    store.limit("a", most)
     store.limit_others(most // 2)
     assert 0 < held(store, "b") <= most // 2, "from then on"
     for seed in range(4, 9):
@@ -442,6 +442,6 @@ def test_what_was_dropped_goes_before_anchors() -> None:
     full = store.nbytes()
     [pool] = store.pools.values()
     pool.drop(pool.victim())
-    store.limit(TenantId("a"), full * 7 // 8)
+    store.limit("a", full * 7 // 8)
     store.check_integrity()
     assert (store.stats().anchors, store.nbytes() <= full * 7 // 8) == (7, True)

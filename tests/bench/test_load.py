@@ -38,7 +38,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed
 from kedge.runner.prompts import compiled
 from kedge.settings import AnchorSettings, EngineSettings
-from kedge.types import GenerateRequest, RequestId, ReuseMode, RunId, SamplingParams, Segment
+from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
 from tests.completions import completion
 
 LONG = LoadSettings(seconds=600, device="cpu")
@@ -121,7 +121,7 @@ def test_what_cannot_be_measured_is_refused_by_name(given: dict[str, Any], named
 def call(run: str, began: float, ended: float, translated: int = 0) -> TimedCall:
     """A call of 10 prompt tokens, some of them translated."""
     done = completion(translated=translated, computed=10 - translated)
-    return TimedCall(RunId(run), began, ended, done)
+    return TimedCall(run, began, ended, done)
 
 
 def test_calls_count_by_the_share_of_their_time_that_lies_within_the_window() -> None:
@@ -136,9 +136,9 @@ def test_the_calls_of_a_run_that_failed_do_not_count_but_its_error_does() -> Non
     record = LoadRecord(began=0.0, seconds=60.0, calls_per_run=1)
     record.calls += [call("a", 0, 10, translated=5), call("b", 10, 20)]
     record.runs += [
-        TeamRun(RunId("a"), 10, 10),
-        TeamRun(RunId("b"), 20, 10, "ToolError"),
-        TeamRun(RunId("c"), 61, 10, "EngineClosed"),
+        TeamRun("a", 10, 10),
+        TeamRun("b", 20, 10, "ToolError"),
+        TeamRun("c", 61, 10, "EngineClosed"),
     ]
     figures = record.as_json()
     assert (figures["teams_per_min"], figures["runs"], figures["latency_p50_s"]) == (1.0, 1, 10)
@@ -183,10 +183,10 @@ def test_a_bug_in_a_client_is_not_hidden(tiny: Loaded) -> None:
 
 def test_of_a_window_the_calls_that_end_well_are_kept_and_none_begins_behind_it(tiny: Loaded) -> None:
     calls: list[TimedCall] = []
-    request = GenerateRequest((Segment((1, 2, 3), "p0"),), SamplingParams(2), run=RunId("r"))
+    request = GenerateRequest((Segment((1, 2, 3), "p0"),), SamplingParams(2), run="r")
     with LocalEngine.from_runner(*tiny, LONG.engine()) as inner:
         watched = WindowEngine(inner, now() + 600, calls)
-        stopped = watched.submit(replace(request, sampling=SamplingParams(500), request_id=RequestId("stopped")))
+        stopped = watched.submit(replace(request, sampling=SamplingParams(500), request_id="stopped"))
         watched.cancel(stopped.request_id)
         stopped.result()
         answered = watched.submit(request).result()

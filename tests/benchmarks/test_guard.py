@@ -37,11 +37,11 @@ from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.settings import EngineSettings
-from kedge.types import AgentId, GenerateRequest
+from kedge.types import GenerateRequest
 from kedge.workloads.miniature import MATH, questions
 from tests.cli.commands import kedge, measured
 
-FINAL, QUESTIONS = AgentId("final"), 5
+FINAL, QUESTIONS = "final", 5
 START, WRITTEN = 5, 12
 
 
@@ -99,7 +99,7 @@ def test_anchors_of_the_agent_alone_are_poisoned(lane: GuardLane) -> None:
     changed, own = changed_by(lane, partial(poison_anchors, agent=FINAL, count=3))
     assert changed <= own and 0 < len(changed) <= 2 * 3, "the tables of so many sites at most"
     with pytest.raises(PlanError, match="nobody"):
-        lane.engine.query(partial(poison_anchors, agent=AgentId("nobody")))
+        lane.engine.query(partial(poison_anchors, agent="nobody"))
 
 
 def written(runner: ModelRunner, make: MakeWrite, agent: str) -> tuple[KVSegment, KVSegment]:
@@ -112,8 +112,8 @@ def written(runner: ModelRunner, make: MakeWrite, agent: str) -> tuple[KVSegment
     kept = KVSegment(base.keys.clone(), base.values.clone())
     none = empty_table(base)
     parts: Any = SimpleNamespace(runner=runner, storage=storage, write=lambda _, *it: translate_into(storage)(*it))
-    write_wrongly(parts, make, AgentId("final"))
-    request = GenerateRequest((), agent=AgentId(agent))
+    write_wrongly(parts, make, "final")
+    request = GenerateRequest((), agent=agent)
     parts.write(request, table, [Translation(START, base, no_offsets(base, none), none)])
     assert torch.equal(base.keys, kept.keys) and torch.equal(base.values, kept.values), "others read it as well"
     slots = table.slots[START : START + WRITTEN]

@@ -10,9 +10,9 @@ from kedge.cache.node import State
 from kedge.policies.eviction import EvictionPolicy
 from kedge.policies.prefetch import PREFETCH_WINDOW
 from kedge.settings import TierSettings
-from kedge.types import Namespace, RequestId, TenantId
+from kedge.types import Namespace, RequestId
 
-NS = Namespace(TenantId("tenant"))
+NS = Namespace("tenant")
 
 
 @dataclass
@@ -141,7 +141,7 @@ class World:
 
     def new_request(self) -> RequestId:
         self.requests += 1
-        return RequestId(f"r{self.requests}")
+        return f"r{self.requests}"
 
     def serve(self, text: str, key: object = None, fixed: int = 0, ns: Namespace = NS) -> int:
         """One request from admission to its end, labelled on the way; returns how many tokens were exact hits."""
@@ -192,7 +192,7 @@ class World:
         return status.device_tokens, status.host_tokens
 
     def demand(self, text: str, request: str = "waiting") -> str:
-        answer = self.cache.demand(RequestId(request), NS, text.encode())
+        answer = self.cache.demand(request, NS, text.encode())
         self.check()
         return answer.value
 

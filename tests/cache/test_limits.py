@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kedge.cache import lru
 from kedge.cache.node import HOST
 from kedge.errors import OutOfBlocks
-from kedge.types import Namespace, TenantId
+from kedge.types import Namespace
 from tests.cache.helpers import NS, World
 
-MINE, OTHER = TenantId(NS[0]), TenantId("other")
+MINE, OTHER = NS[0], "other"
 SALTED, FOREIGN = Namespace(MINE, "salt"), Namespace(OTHER)
 
 

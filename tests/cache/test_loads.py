@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from kedge.cache import lru
-from kedge.types import RequestId
 from tests.cache.helpers import NS, World
 
 
@@ -60,7 +59,7 @@ def test_what_a_request_waits_for_goes_last() -> None:
     world.settle()
     world.evict(3)
     assert world.on_device("AAA", "BBB") == ["AAA"], "though its agent is 50 steps away"
-    world.cache.withdraw(RequestId("r"))
+    world.cache.withdraw("r")
     world.serve("BBB", "b", 3)
     world.evict(3)
     assert world.on_device("AAA", "BBB") == ["BBB"]
@@ -73,7 +72,7 @@ def test_a_demand_never_evicts_what_somebody_else_waits_for() -> None:
     world.settle()
     assert world.demand("BBB", "s") == "loadable"
     assert world.on_device("AAA") == ["AAA"]
-    world.cache.withdraw(RequestId("r"))
+    world.cache.withdraw("r")
     assert world.demand("BBB", "s") == "loading"
 
 
@@ -107,10 +106,10 @@ def test_a_prefix_larger_than_the_room_is_loaded_in_part() -> None:
     world.on_host_only(a="AAAA")
     world.admit("xyz")
     assert world.demand("AAAA", "r") == "loadable"
-    world.cache.withdraw(RequestId("r"))
+    world.cache.withdraw("r")
     assert world.demand("AAA", "r") == "loading"
     world.settle()
-    assert world.admit("AAA", request=RequestId("r")).exact_tokens == 3
+    assert world.admit("AAA", request="r").exact_tokens == 3
 
 
 def test_a_load_waits_for_its_ancestors_and_is_cancelled_or_thrown_away_where_theirs_failed() -> None:
@@ -146,7 +145,7 @@ def test_a_failed_load_is_recomputed() -> None:
     assert world.demand("AAA", "r") == "loading"
     world.settle(ok=False)
     assert world.demand("AAA", "r") == "ready"
-    assert world.admit("AAA", request=RequestId("r")).exact_tokens == 0
+    assert world.admit("AAA", request="r").exact_tokens == 0
 
 
 def test_a_prefetch_that_failed_is_tried_again_when_its_step_changes() -> None:

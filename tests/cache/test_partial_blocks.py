@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kedge.cache import CacheManager, Lease, lru
-from kedge.types import RequestId, Source, Span
+from kedge.types import Source, Span
 from tests.cache.helpers import NS, World
 
 SIZE = 4
@@ -64,8 +64,8 @@ def test_no_more_is_copied_than_may_be_reused() -> None:
 def test_a_cache_that_cannot_copy_reuses_whole_blocks() -> None:
     cache = CacheManager(16, SIZE)
     for text, found in ((b"HEADerone", 0), (b"HEADertwo", 4)):
-        assert cache.admit(RequestId("a"), NS, text, 8, 9).exact_tokens == found
-        cache.finish(RequestId("a"), text[:6], 6)
+        assert cache.admit("a", NS, text, 8, 9).exact_tokens == found
+        cache.finish("a", text[:6], 6)
     assert cache.stats().cached_blocks == 1
 
 

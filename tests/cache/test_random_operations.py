@@ -16,13 +16,13 @@ from kedge.cache import Lease, belady, lru, steps_to_execution
 from kedge.cache.node import HOST, State
 from kedge.errors import OutOfBlocks
 from kedge.policies.eviction import EvictionPolicy
-from kedge.types import Namespace, RequestId, TenantId
+from kedge.types import Namespace, RequestId
 from tests.cache.helpers import World
 
 OPERATIONS = 140_000
 FIXED = {"a": "AAAA", "b": "AABB", "c": "CCC", "d": "AAAADD"}
 """Fixed prompts; some share prefixes."""
-SPACES = (Namespace(TenantId("tenant")), Namespace(TenantId("other")))
+SPACES = (Namespace("tenant"), Namespace("other"))
 
 
 class Driver(World):

@@ -7,7 +7,7 @@ import pytest
 from kedge.cache import Copied, lru
 from kedge.cache.node import State
 from kedge.errors import PlanError
-from kedge.types import Namespace, RequestId, Source, Span, TenantId
+from kedge.types import Namespace, Source, Span
 from tests.cache.helpers import NS, World
 
 
@@ -55,7 +55,7 @@ def test_a_part_of_a_backed_up_node_leaves_the_device() -> None:
     assert [len(copy.sources) for copy in world.copier.submitted] == [3]
     world.settle()
     assert world.on_device("AAAA") == ["AAAA"]
-    assert world.admit("AAAA", request=RequestId("waiting")).spans == (
+    assert world.admit("AAAA", request="waiting").spans == (
         Span(0, 1, Source.DEVICE),
         Span(1, 4, Source.HOST),
     )
@@ -83,7 +83,7 @@ def test_a_fixed_prompt_is_backed_up_without_a_forecast_too() -> None:
     assert world.tokens("AAAx") == (0, 3)
     assert world.demand("AAAz", "r") == "loading"
     world.settle()
-    assert world.admit("AAAz", request=RequestId("r")).exact_tokens == 3
+    assert world.admit("AAAz", request="r").exact_tokens == 3
 
 
 def test_ancestors_are_backed_up_before_what_follows_them() -> None:
@@ -158,13 +158,13 @@ def test_loading_is_declined_where_computing_takes_less_time_than_loads_took() -
     world.demand("AAA")
     world.copier.end(seconds=0.3)
     world.cache.pump()
-    world.cache.withdraw(RequestId("waiting"))
+    world.cache.withdraw("waiting")
     world.evict(3)
     for seconds, answer in ((0.4, "loading"), (0.2, "ready")):
         for _ in range(50):
             world.cache.observe_compute(3, seconds)
         assert world.demand("AAA", answer) == answer
-        world.cache.withdraw(RequestId(answer))
+        world.cache.withdraw(answer)
         world.settle(ok=False)
 
 
@@ -176,7 +176,7 @@ def test_two_requests_wait_for_one_load() -> None:
     world.settle()
     assert [world.demand("AAA", name) for name in "rs"] == ["ready", "ready"]
     for name in "rs":
-        world.cache.withdraw(RequestId(name))
+        world.cache.withdraw(name)
     world.check()
 
 
@@ -186,7 +186,7 @@ def test_a_status_tells_the_tiers_apart_and_changes_nothing() -> None:
     world.serve("AAx")
     status = world.cache.status(NS, b"AAAz")
     assert (status.readiness, status.device_tokens, status.host_tokens) == ("loadable", 2, 1)
-    assert world.cache.status(Namespace(TenantId("x")), b"AAA").readiness == "ready"
+    assert world.cache.status(Namespace("x"), b"AAA").readiness == "ready"
     world.demand("AAA")
     assert world.cache.status(NS, b"AAA").readiness == "loading"
 

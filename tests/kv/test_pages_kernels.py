@@ -10,7 +10,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kedge.anchors.anchor import AnchorId
 from kedge.anchors.offsets import Blend, empty_table
 from kedge.anchors.translator import Translation, translate_into
 from kedge.integrations.vllm.plugin.block_layout import find_layouts
@@ -105,7 +104,7 @@ def test_a_kernel_translates_what_layers_do(dtype: torch.dtype) -> None:
     pages = both(LAYOUTS["HND"], shape, layers, rotary(8), dtype)
     base = KVSegment(*torch.randn(2, layers, tokens, shape.heads, shape.dim).to(DEVICE, dtype))
     table = empty_table(base)
-    table.put(AnchorId(0), torch.randn(9, table.width, device=DEVICE))
+    table.put(0, torch.randn(9, table.width, device=DEVICE))
     rows, weights = torch.randint(0, 9, (tokens, 4)), torch.rand(tokens, 4)
     item = Translation(5, base, Blend(rows, weights, table.version), table)
     for one in (pages.kernel, pages.twin):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from kedge.anchors.anchor import AnchorId
 from kedge.anchors.offsets import Blend, OffsetTable
 from kedge.anchors.translator import Translation, in_chunks, in_one_pass, translate_into
 from kedge.errors import PlanError
@@ -60,7 +59,7 @@ def case(
     half = torch.float16 if dtype == torch.float32 else dtype
     table = OffsetTable(width, half, DEVICE)
     for anchor in range(anchors):
-        table.put(AnchorId(anchor), torch.randn(length, width, generator=random).to(DEVICE))
+        table.put(anchor, torch.randn(length, width, generator=random).to(DEVICE))
     rows = torch.randint(0, max(1, length * anchors), (tokens, k), generator=random)
     weights = torch.rand(tokens, k, generator=random).softmax(1)
     item = Translation(start, base, Blend(rows, weights, table.version), table)
@@ -140,7 +139,7 @@ def test_no_other_slot_is_touched() -> None:
 
 def test_a_blend_out_of_date_is_refused() -> None:
     one = case()
-    one.item.table.drop(AnchorId(0))
+    one.item.table.drop(0)
     with pytest.raises(PlanError, match="version"):
         in_one_pass(slots_of(one.storage), one.table, [one.item])
 

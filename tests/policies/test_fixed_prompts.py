@@ -8,7 +8,7 @@ import pytest
 
 from kedge.policies.fixed_prompts import WAYS, FixedLengths, SharedHeads
 from kedge.structures.prefixes import chain_of
-from kedge.types import GenerateRequest, SampleId, Segment, TenantId
+from kedge.types import GenerateRequest, SampleId, Segment
 
 BLOCK = 4
 FIXED = tuple(range(40))
@@ -43,7 +43,7 @@ def test_memory_is_bounded() -> None:
 
 
 def length(lengths: FixedLengths, tokens: tuple[int, ...], tenant: str = "a", answer: int = 0) -> int | None:
-    request = GenerateRequest((Segment(tokens, "p0"),), tenant=TenantId(tenant))
+    request = GenerateRequest((Segment(tokens, "p0"),), tenant=tenant)
     return lengths.of(request, chain_of((*tokens, *range(answer)), BLOCK))
 
 

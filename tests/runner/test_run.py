@@ -10,7 +10,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
 from kedge.runner.run import EventKind, RunEvent, run
-from kedge.types import ClientId, GenerateRequest, Namespace, ReuseMode, RunId, RunKey, SampleId, TenantId, ValueKind
+from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, ValueKind
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.steps import UNKNOWN
@@ -62,7 +62,7 @@ def filled(engine: EchoEngine, request: GenerateRequest) -> list[tuple[str, str,
 
 def test_answers_and_tool_results_go_on(engine: Engine) -> None:
     workflow = flow(agent("a", tool=upper), agent("b", "agent_a_current", "condition_a_current"))
-    result = run(engine, workflow, ASK, run_id="r1", tenant=TenantId("t"))
+    result = run(engine, workflow, ASK, run_id="r1", tenant="t")
     assert [(said.agent, said.text, said.tool_result) for said in result.results] == [
         ("a", "<a>", "why? <A>"),
         ("b", "<b>", None),
@@ -73,12 +73,12 @@ def test_answers_and_tool_results_go_on(engine: Engine) -> None:
         ("agent_a_current", "<a>", "agent_a@0"),
         ("condition_a_current", "why? <A>", "condition_a@0"),
     ]
-    assert engine.ended == [RunKey(Namespace(TenantId("t")), "", RunId("r1"))]
+    assert engine.ended == [RunKey(Namespace("t"), "", "r1")]
 
 
 def test_requests_say_whose_they_are(engine: Engine) -> None:
     workflow = flow(agent("a", max_tokens=7, reuse=ReuseMode.OFF), agent("b", "agent_a_current", stop=("s",)))
-    run(engine, workflow, ASK, run_id="r", tenant=TenantId("t"), reuse=ReuseMode.EXACT)
+    run(engine, workflow, ASK, run_id="r", tenant="t", reuse=ReuseMode.EXACT)
     first, second = engine.requests
     assert (first.tenant, first.workflow, first.run, first.agent) == ("t", "flow", "r", "a")
     assert (first.reuse, second.reuse) == (ReuseMode.OFF, ReuseMode.EXACT)
@@ -97,8 +97,8 @@ def test_a_mode_may_be_given_as_its_value_and_is_translate_in_a_run_of_its_own_w
 
 
 def test_the_engine_is_told_who_runs_next(engine: Engine) -> None:
-    run(engine, CHAIN, ASK, run_id="r", tenant=TenantId("t"), client=ClientId("c"))
-    a, b = (AgentKey(Namespace(TenantId("t")), "c", RunId("r"), request.agent) for request in engine.requests)
+    run(engine, CHAIN, ASK, run_id="r", tenant="t", client="c")
+    a, b = (AgentKey(Namespace("t"), "c", "r", request.agent) for request in engine.requests)
     known: dict[AgentKey, float] = {}
     seen = []
     for changes, _ in engine.forecasts:

@@ -7,7 +7,6 @@ from itertools import islice
 
 import pytest
 
-from kedge.types import AgentId
 from kedge.workloads.base import Question
 from kedge.workloads.miniature import MATH, MAX, questions
 
@@ -48,7 +47,7 @@ def test_the_wording_that_the_model_was_trained_on() -> None:
     ],
 )
 def test_the_number_that_is_stated_last_counts(agent: str, answer: str, right: bool | None) -> None:
-    assert MATH.right(AgentId(agent), answer, Question("?", "7")) is right
+    assert MATH.right(agent, answer, Question("?", "7")) is right
 
 
 def test_the_programmers_tool_runs_its_function() -> None:

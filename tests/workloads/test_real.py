@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kedge.errors import ConfigError
-from kedge.types import AgentId
 from kedge.workloads import real
 from kedge.workloads.base import QUESTION
 from kedge.workloads.gsm8k import code, number
@@ -77,7 +76,7 @@ def test_the_package_has_each_file_with_its_licence(name: str, licence: str) -> 
 )
 def test_an_answers_first_line_has_to_hold_a_gold_answer(said: str, question: str, right: bool) -> None:
     (asked,) = (one for one in questions(ROW) if question in one.text.partition("Question: ")[2])
-    assert READING.right(AgentId("final"), said, asked) is right
+    assert READING.right("final", said, asked) is right
 
 
 def test_a_file_replaces_the_packages_questions(tmp_path: Path) -> None:

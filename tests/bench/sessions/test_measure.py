@@ -22,7 +22,6 @@ from kedge.bench.sessions.measure import (
 )
 from kedge.cache import CacheManager
 from kedge.settings import TierSettings
-from kedge.types import RequestId
 from tests.bench.sessions.builders import AGENT, arrival, shipped_traffic, traffic, write
 
 CAPACITIES = st.integers(1, 25)
@@ -92,7 +91,7 @@ def test_a_request_without_room_hits_nothing_and_takes_nothing() -> None:
     cache = CacheManager(4, 1)
     replay = CacheReplay(cache, has_sessions=False)
     assert [replay.serve(arrival(0, "a", [1, 2])), replay.serve(arrival(1, "a", [1, 2]))] == [0, 2]
-    cache.admit(RequestId("other"), SPACE, [9, 8, 7, 6], 0, 3)
+    cache.admit("other", SPACE, [9, 8, 7, 6], 0, 3)
     assert replay.serve(arrival(2, "a", [1, 2, 3])) == 0
     cache.check_integrity()
     assert not cache.starved

@@ -40,7 +40,7 @@ from kedge.errors import OutOfBlocks
 from kedge.policies.eviction import steps_to_execution
 from kedge.policies.sessions import TurnEnd
 from kedge.settings import TierSettings
-from kedge.types import AgentId, GenerateRequest, Namespace, RequestId, TenantId
+from kedge.types import GenerateRequest, Namespace, RequestId
 from kedge.workflow.forecast import AgentKey, ForecastBoard, RunProgress
 from kedge.workflow.steps import NextRun
 from tests.cache.helpers import FakeCopier
@@ -128,7 +128,7 @@ def test_speedups_are_of_trials_that_belong_together() -> None:
 
 def test_as_many_hints_are_wrong_as_was_asked_for() -> None:
     flow = single_flow(SMALL, VOCAB, 0).flows[0]
-    changes = {AgentKey(*flow.run, AgentId(str(i))): NextRun(100.0) for i in range(2000)}
+    changes = {AgentKey(*flow.run, str(i)): NextRun(100.0) for i in range(2000)}
     for share in (0.0, 0.3, 1.0):
         told = WrongHints(share, 10, 0)(changes)
         wrong = sum(next_run != NextRun(100.0) for next_run in told.values())
@@ -143,7 +143,7 @@ def test_the_oracle_looks_forward_from_the_turn_that_runs() -> None:
     def next_use(tokens: tuple[int, ...]) -> float:
         return oracle.next_use(SimpleNamespace(prefix=lambda: array("i", tokens).tobytes()))  # type: ignore[arg-type]
 
-    fixed = [flow.fixed[AgentId(f"a{i}")] for i in range(10)]
+    fixed = [flow.fixed[f"a{i}"] for i in range(10)]
     assert [next_use(fixed[i]) for i in (0, 3, 9)] == [0, 3, 9]
     oracle.started(0, 3)
     assert [next_use(fixed[i][:16]) for i in (0, 3, 9)] == [10, 13, 9]
@@ -175,7 +175,7 @@ def test_an_unknown_figure_is_one_line() -> None:
 # Computing and copying take what they are said to, whatever the machine does: the gain of figure 5, and that no control
 # is slower than LRU. A call that finds its fixed prompt costs 0.4 of computing that prompt, a load 0.43.
 
-SIZES, NAMESPACE = Sizes(512, 32, 8), Namespace(TenantId("default"))
+SIZES, NAMESPACE = Sizes(512, 32, 8), Namespace("default")
 PREFILL, CALL, LOAD = 1.0, 0.4, 0.43
 DECODES = 8
 WARM, TIMED = 20, 60

@@ -11,7 +11,7 @@ import pytest
 
 from kedge.errors import ConfigError
 from kedge.integrations.ray_serve.affinity import Affinity, Caller, read_caller, rendezvous
-from kedge.types import Namespace, TenantId
+from kedge.types import Namespace
 
 IDLE = {"east": 0, "north": 0, "west": 0}
 
@@ -57,7 +57,7 @@ def test_of_two_replicas_with_the_fixed_prompt_the_less_busy_one_is_taken() -> N
     assert affinity.order(caller("r3"), {home: 0, other: 1, third: 0}) == [home, other, third]
 
 
-@pytest.mark.parametrize("other", [{"namespace": Namespace(TenantId("t2"))}, {"client": "c2"}])
+@pytest.mark.parametrize("other", [{"namespace": Namespace("t2")}, {"client": "c2"}])
 def test_the_same_run_id_of_another_tenant_or_client_is_another_run(other: dict[str, Any]) -> None:
     affinity = Affinity(spill=0)
     home = send(affinity, caller())
@@ -131,7 +131,7 @@ def test_load_stays_within_the_margin_and_few_runs_move() -> None:
 
 def test_a_caller_is_read_as_the_plug_in_reads_it() -> None:
     hints = {"client": "c", "workflow": "w", "run": "r", "agent": "a", "final": True, "steps": {"a": 0}}
-    assert read_caller({"kedge": hints}, "acme") == Caller(Namespace(TenantId("acme")), "c", "w", "r", "a", True)  # type: ignore[arg-type]
+    assert read_caller({"kedge": hints}, "acme") == Caller(Namespace("acme"), "c", "w", "r", "a", True)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

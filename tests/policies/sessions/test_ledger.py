@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, SessionTracker, Turn, TurnEnd
 from kedge.policies.sessions.ledger import GIVEN_UP, LATER, NAMELESS, UNKNOWN
-from kedge.types import AgentId, AgentKey, GenerateRequest, Namespace, RunId, Segment, TenantId, TurnHints, WorkflowId
+from kedge.types import AgentKey, GenerateRequest, Namespace, Segment, TurnHints
 from kedge.workflow.steps import NextRun
 from tests.policies.sessions.test_links import HERE, THERE, chain
 
@@ -19,14 +19,14 @@ from tests.policies.sessions.test_links import HERE, THERE, chain
 def test_the_hints_of_a_request_name_its_agent_in_all_runs_and_in_this_one() -> None:
     request = GenerateRequest(
         (Segment((1, 2), "p0"),),
-        tenant=TenantId("t"),
-        workflow=WorkflowId("w"),
-        run=RunId("r"),
-        agent=AgentId("a"),
+        tenant="t",
+        workflow="w",
+        run="r",
+        agent="a",
         turn=TurnHints("s", "p", 2.5, True, 60.0, {"other": 1.0}),
     )
-    space = Namespace(TenantId("t"))
-    agent = AgentKey(space, "", RunId("r"), AgentId("a"))
+    space = Namespace("t")
+    agent = AgentKey(space, "", "r", "a")
     assert SessionHints.of(request) == SessionHints(
         "s", "p", 2.5, True, 60.0, {"other": 1.0}, flow=(space, "w", "a"), agent=agent
     )
@@ -60,7 +60,7 @@ def test_what_a_request_says_of_its_end_counts_unless_the_engine_knows_better() 
     assert last.session not in ledger.tracker
 
 
-AGENT = AgentKey(HERE, "", RunId("run"), AgentId("writer"))
+AGENT = AgentKey(HERE, "", "run", "writer")
 WRITER = SessionHints(flow="writer", agent=AGENT)
 
 
@@ -251,7 +251,7 @@ def test_every_outcome_has_a_reason() -> None:
 
 def test_where_the_forecast_of_its_agent_decides_that_is_said() -> None:
     desk = Desk()
-    agent = AgentKey(HERE, "", RunId("r"), AgentId("a"))
+    agent = AgentKey(HERE, "", "r", "a")
     mine = SessionHints("mine", flow="a", agent=agent)
     desk.turn(mine)
     [first] = desk.ledger.advise(HERE, TurnHints("mine", keep_for=9.0))

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.policies.sessions.turns import SessionLinks
-from kedge.types import Namespace, TenantId
+from kedge.types import Namespace
 
-HERE, THERE = Namespace(TenantId("a"), ""), Namespace(TenantId("b"), "")
+HERE, THERE = Namespace("a", ""), Namespace("b", "")
 
 
 def chain(*blocks: int) -> list[int]:

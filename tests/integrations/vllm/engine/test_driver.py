@@ -12,23 +12,11 @@ from kedge.guard import GuardOrders
 from kedge.integrations.vllm.engine.driver import Driver, Forecasts, sampling_params
 from kedge.integrations.vllm.plugin.hints import Message, read_hints, request_hints, short
 from kedge.reuse.guard.fidelity import RUNGS
-from kedge.types import (
-    AgentId,
-    ClientId,
-    GenerateRequest,
-    Namespace,
-    ReuseMode,
-    RunId,
-    SampleId,
-    SamplingParams,
-    Segment,
-    TenantId,
-    WorkflowId,
-)
+from kedge.types import GenerateRequest, Namespace, ReuseMode, SampleId, SamplingParams, Segment
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
-TENANT, RUN = TenantId("t"), RunId("r")
+TENANT, RUN = "t", "r"
 SEGMENTS = (
     Segment((1, 2, 3), "p0"),
     Segment((4, 5), "q", SampleId.parse("q@0"), base_context=(9,), placeholder_text=(8, 8), in_context=True),
@@ -38,7 +26,7 @@ SEGMENTS = (
 
 def request(**more: Any) -> GenerateRequest:
     fields: dict[str, Any] = {
-        "tenant": TENANT, "client": ClientId("c"), "workflow": WorkflowId("w"), "run": RUN, "agent": AgentId("a"),
+        "tenant": TENANT, "client": "c", "workflow": "w", "run": RUN, "agent": "a",
         "produces": SampleId.parse("a@0"), "reuse": ReuseMode.TRANSLATE,
     }  # fmt: skip
     return GenerateRequest(SEGMENTS, **{**fields, **more})
@@ -81,7 +69,7 @@ def test_names_that_are_not_accepted_stay_distinct() -> None:
     assert short("agent 7") == "agent 7"
     assert len({short(long), short(longer), short(line)}) == 3
     segments = (SEGMENTS[0], Segment((4,), "q", SampleId.parse(long)))
-    got = read(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, agent=AgentId(line)))
+    got = read(GenerateRequest(segments, reuse=ReuseMode.TRANSLATE, agent=line))
     assert (got.agent, got.segments[1].sample) == (short(line), SampleId.parse(short(f"input_{long}@0")))
 
 
@@ -106,7 +94,7 @@ def test_the_seed_that_vllm_takes_for_none_is_replaced() -> None:
 
 
 def key(agent: str, run: str = "r") -> AgentKey:
-    return AgentKey(Namespace(TENANT), "c", RunId(run), AgentId(agent))
+    return AgentKey(Namespace(TENANT), "c", run, agent)
 
 
 def test_changes_become_whole_forecasts() -> None:
@@ -130,7 +118,7 @@ def test_fixed_prompts_are_sent_before_the_steps_of_their_agents_and_when_they_c
     given = {"run": "r", "client": "c", "agent": "a", "fixed_tokens": 3}
     assert fixed == Message(given, "t", (1, 2, 3))
     assert steps.hints["steps"] == {"a": 1.0}
-    other_run = key("a")._replace(run_id=RunId("other"))
+    other_run = key("a")._replace(run_id="other")
     assert not list(forecasts.messages({}, one)) and not list(forecasts.messages({}, {other_run: (1, 2, 3)}))
     assert list(forecasts.messages({}, {key("a"): (1, 2)})) and list(forecasts.messages({}, {key("b"): (1, 2)}))
 

@@ -16,18 +16,14 @@ from kedge.integrations.vllm.engine.driver import StreamedResponse
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings
 from kedge.types import (
-    AgentId,
     Completion,
     FinishReason,
     GenerateRequest,
     Namespace,
-    RequestId,
     ReuseMode,
-    RunId,
     SampleId,
     SamplingParams,
     Segment,
-    TenantId,
     Tokens,
 )
 from kedge.workflow.forecast import AgentKey
@@ -37,7 +33,7 @@ from tests.integrations.vllm.conftest import BLOCK, prompt, save_tiny_nano
 
 PATIENCE = 120.0
 FIXED = 8 * BLOCK
-TENANT = TenantId("tests")
+TENANT = "tests"
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +93,7 @@ def test_a_stop_string_costs_no_receipt(engine: VLLMEngine) -> None:
 def test_an_answer_that_others_read_is_as_long_as_it_was_wanted(engine: VLLMEngine) -> None:
     tokens = tuple(prompt(50, 21))
     plain = ask(engine, tokens, 6)
-    read = ask(engine, tokens, 6, produces=SampleId.parse("a@0"), run=RunId("r"), reuse=ReuseMode.TRANSLATE)
+    read = ask(engine, tokens, 6, produces=SampleId.parse("a@0"), run="r", reuse=ReuseMode.TRANSLATE)
     assert (read.tokens, read.text, read.finish_reason) == (plain.tokens, plain.text, FinishReason.LENGTH)
 
 
@@ -115,7 +111,7 @@ def test_an_error_in_a_response_ends_that_request_only(
 ) -> None:
     """Whether its text cannot be read, or its completion cannot be put together: its stream ends with a typed error."""
     real = getattr(StreamedResponse, part)
-    marked = RequestId(f"marked-{part}")
+    marked = f"marked-{part}"
 
     def fails(response: StreamedResponse, *args: Any) -> None:
         if response.request.request_id == marked:
@@ -142,7 +138,7 @@ def test_a_forecast_prefetches_before_the_request(fresh: VLLMEngine) -> None:
     """An agent's fixed prompt is evicted, comes back from the host as its turn comes nearer, and is hit on the device;
     between the two requests, the plug-in gets nothing but the forecast."""
     engine, tokens = fresh, tuple(prompt(FIXED + 40, 30))
-    key = AgentKey(Namespace(TENANT), "", RunId("flow"), AgentId("reader"))
+    key = AgentKey(Namespace(TENANT), "", "flow", "reader")
     whose = {"run": key.run_id, "agent": key.agent, "fixed": FIXED}
     engine.forecast({key: NextRun(0.0)}, {key: tokens[:FIXED]})
     first = ask(engine, tokens, 4, **whose)

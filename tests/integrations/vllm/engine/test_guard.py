@@ -22,18 +22,7 @@ from kedge.integrations.vllm.forced_answers import ForcedAnswers
 from kedge.reuse.guard.fidelity import LEAST, RUNGS
 from kedge.reuse.planner import UNPROVED, WITHHELD
 from kedge.settings import EngineSettings
-from kedge.types import (
-    AgentId,
-    Completion,
-    GenerateRequest,
-    ReuseMode,
-    RunId,
-    SampleId,
-    SamplingParams,
-    Segment,
-    WorkflowId,
-    new_request_id,
-)
+from kedge.types import Completion, GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, new_request_id
 from tests.integrations.vllm.conftest import SCHEDULING, prompt, save_tiny_nano
 from tests.integrations.vllm.engine.test_engine import PATIENCE, wait_until
 from tests.integrations.vllm.test_cache_groups import gemma3
@@ -101,7 +90,7 @@ def question(
     return GenerateRequest(
         (Segment(HEAD, "p0"), value, Segment(TAIL, "p1")),
         SamplingParams(count, ignore_eos=True), ReuseMode.TRANSLATE, new_request_id(),
-        workflow=WorkflowId("w"), agent=AgentId(agent), run=RunId(run or f"run {time.monotonic()}"), guard=orders,
+        workflow="w", agent=agent, run=run or f"run {time.monotonic()}", guard=orders,
     )  # fmt: skip
 
 

@@ -18,7 +18,6 @@ from kedge.integrations.vllm.engine import options
 from kedge.integrations.vllm.engine.options import FOREIGN, copy_dtype, refuse_foreign, require_vllm, vllm_arguments
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.settings import EngineSettings, QuotaSettings, TierSettings
-from kedge.types import TenantId
 
 TYPES = {
     "model": str, "dtype": Literal["auto", "float32"], "max_model_len": int, "block_size": int, "odd": "OnlyVLLMKnows",
@@ -125,7 +124,7 @@ def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pyte
     args = ["serve", "--port", "0", "--engine", "vllm", "--state", "kept", "--api-keys", "keys.toml"]
     result = CliRunner().invoke(app, args, env={"KEDGE_API_KEYS": ""})
     assert isinstance(result.exception, Started)
-    assert seen == [options.KeepingOptions(Path("kept"), {TenantId("acme"): Quota(5, 1 << 20)})]
+    assert seen == [options.KeepingOptions(Path("kept"), {"acme": Quota(5, 1 << 20)})]
     found = PluginSettings.model_validate(options.plugin_settings(EngineSettings(backend="vllm"), seen[0]))
     assert found.state == tmp_path / "kept"
     own = {"max_captures": 2}

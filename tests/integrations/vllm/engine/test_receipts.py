@@ -20,7 +20,6 @@ from kedge.types import (
     GenerateRequest,
     Miss,
     Receipt,
-    RequestId,
     ReuseMode,
     SampleId,
     SamplingParams,
@@ -45,7 +44,7 @@ SPANS = (
 
 
 def receipt_data(*spans: Span) -> dict[str, Any]:
-    sent = Receipt(RequestId("r"), ReuseMode.TRANSLATE, spans, (Miss("p0", "why"),))
+    sent = Receipt("r", ReuseMode.TRANSLATE, spans, (Miss("p0", "why"),))
     return dict(json.loads(json.dumps(receipt_to_dict(sent))))
 
 

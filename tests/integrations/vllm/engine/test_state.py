@@ -15,12 +15,12 @@ from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.integrations.vllm.engine.options import KeepingOptions
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.settings import EngineSettings
-from kedge.types import Receipt, TenantId
+from kedge.types import Receipt
 from tests.integrations.vllm.conftest import save_tiny_nano
 from tests.integrations.vllm.engine.test_guard import PATIENCE, question
 
 CHANGED = DecisionComparison({DecisionKind.FAR: True}, 1.0)
-ACME = TenantId("acme")
+ACME = "acme"
 MOST = 1 << 20
 
 
@@ -74,6 +74,6 @@ def test_a_stopped_engine_goes_on_where_it_ended(tmp_path: Path) -> None:
         assert (after.computed, after.translated) == (before.computed, before.translated + before.exact)
         assert guard_of(built) == known, "the evidence against an agent outlives a restart"
         built.limit(ACME, Quota(anchor_bytes=MOST))
-        built.limit(TenantId("other"), Quota())
+        built.limit("other", Quota())
         with pytest.raises(ConfigError, match="takes quotas at its start only"):
             built.limit(ACME, Quota(anchor_bytes=2 * MOST))
