@@ -111,7 +111,6 @@ def test_hints_say_who_runs_and_who_will_and_stock_is_asked_the_same_without() -
     trial = driven(lane)
     assert len(lane.asked) == CYCLE + 2 + CYCLE and len(trial.calls) == CYCLE
     for turn, (prompt, max_tokens, hints) in enumerate(lane.asked):
-        assert hints is not None
         agent = turn % CYCLE
         assert hints["agent"] == f"a{agent}" and hints["reuse"] == "exact"
         assert hints["steps"] == {f"a{other}": (other - agent) % CYCLE for other in range(CYCLE)}

@@ -14,8 +14,7 @@ LOOP = step_graph(
 
 
 def steps(follower: Follower) -> dict[str, float | None]:
-    found: dict[str, float | None] = follower.hints()["steps"]
-    return found
+    return follower.hints()["steps"]
 
 
 def test_an_agent_that_runs_twice_at_once_is_done_with_the_second() -> None:

@@ -45,9 +45,7 @@ def slots_of(storage: PagedStorage) -> KernelSlots:
     """The storage's slots for kernels, which the interpreter runs wherever they are."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(PagedStorage, "has_kernels", True)
-        slots = storage.kernel_slots
-    assert slots is not None
-    return slots
+        return storage.kernel_slots
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -52,6 +52,5 @@ def test_the_number_that_is_stated_last_counts(agent: str, answer: str, right: b
 
 def test_the_programmers_tool_runs_its_function() -> None:
     tool = MATH.workflow().agent("programmer").tool
-    assert tool is not None
     assert tool("def solve():\n    n = 3\n    n += 4\n    return n", {}) == "7"
     assert tool("def solve(:", {}) == "SyntaxError"

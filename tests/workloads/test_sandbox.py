@@ -148,7 +148,6 @@ def test_it_ends_with_the_process_that_runs_it(way: str, wait: float) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(sandbox.__file__).parents[2])}
     command, pipe = [sys.executable, "-c", ORPHANING], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
-        assert process.stdout
         pid = int(process.stdout.readline())
         time.sleep(wait)
         assert is_alive(pid)

@@ -52,7 +52,6 @@ def test_copied_kv_is_that_of_the_block_it_comes_from(name: str) -> None:
     blocks = engine.core.parts.cache.match(first.namespace, first.tokens)
     second = engine.submit(ask(2))
     engine.until(lambda: second.first_token is not None)
-    assert second.table is not None
     assert [item.positions[0] for item in engine.passes[-1]] == [30]
     there, here = (rows(engine, table, BLOCK, 30) for table in (SlotTable.of(blocks, BLOCK), second.table))
     assert all(torch.equal(a, b) and a.any() for a, b in zip(there, here, strict=True))
@@ -74,7 +73,6 @@ def test_an_agents_head_is_exact_from_its_second_call_on_whether_prompts_are_tra
         engine.serve(in_context(team_request(question, run=run)))
         asked = in_context(team_request(question, agent="critic", run=run))
         reader = engine.serve(replace(asked, segments=(Segment(HEAD, "p0"), *asked.segments[1:])))
-        assert reader.plan is not None
         translated.append(reader.plan.translates)
         heads.append(sum(min(one.stop, 30) - one.start for one in reader.plan.spans if one.source is Source.DEVICE))
     assert heads == [0, *[30] * 5]

@@ -221,7 +221,6 @@ def test_translated_kv_is_that_of_a_plain_twin(smollm2: RealModel, method: str, 
         translated = {at for span in spans if span.source is Source.TRANSLATED for at in range(span.start, span.stop)}
         rows = set(range(request.prompt_tokens)) - translated
         expected = twin.served(request, result.completion.tokens, plan, rows)
-        assert result.kv is not None
         for ours, theirs in ((result.kv.keys, expected.keys), (result.kv.values, expected.values)):
             wrong = (ours - theirs).flatten(2).norm(dim=2) / theirs.flatten(2).norm(dim=2)
             assert float(wrong.max()) < 1e-3, (

@@ -731,7 +731,6 @@ def test_thirty_two_sessions_of_two_tenants_on_a_small_pool_all_end() -> None:
         if number % 7 == 0:
             engine.core.requests.cancel(rng.choice(calls).request.request_id)
         service = engine.core.scheduler._service
-        assert service is not None
         service.live.check_integrity()
     engine.rest()
     assert all(one.is_over for one in calls)

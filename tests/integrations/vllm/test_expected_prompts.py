@@ -79,8 +79,7 @@ def expect(engine: Driver, number: int, segments: int = WHOLE, **more: Any) -> N
 
 
 def prepared(engine: Driver) -> DraftedPrompts:
-    found: DraftedPrompts = engine.worker._learner.expected
-    return found
+    return engine.worker._learner.expected
 
 
 @pytest.mark.parametrize(("segments", "left"), [(WHOLE, []), (3, [3])])

@@ -59,7 +59,6 @@ def moved(engine: Driver, model: Path, tokens: list[int], hints: dict[str, Any],
     with recorded(engine) as recorder:
         found = receipt(engine.ask(tokens, 4, hints))
         assert found["tokens"]["translated"] == len(span), found["misses"]
-        assert recorder.written is not None
         holes = range(span.start), range(span.stop, len(tokens))
         expected, _ = reference(model).compute(tokens, recorder.written.slice(0, len(tokens)), holes)
         kv = recorder.read().slice(0, len(tokens))

@@ -86,8 +86,7 @@ def run(http: httpx.Client, name: str, count: int) -> list[dict[str, Any]]:
     last = http.post("/v1/workflows/math team/runs", json=asked).text.strip().split("\n\n")[-1]
     event = dict(line.split(": ", 1) for line in last.split("\n"))
     assert event["event"] == "finished", last
-    agents: list[dict[str, Any]] = json.loads(event["data"])["agents"]
-    return agents
+    return json.loads(event["data"])["agents"]
 
 
 def test_the_dashboard_is_served_without_engine_figures(http: httpx.Client) -> None:

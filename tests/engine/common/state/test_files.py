@@ -61,8 +61,7 @@ def record_files(path: Path) -> list[Path]:
 
 
 def listed(manifest: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(manifest.read_text())
-    return result
+    return json.loads(manifest.read_text())
 
 
 def change(manifest: Path, **fields: object) -> None:

@@ -73,7 +73,6 @@ def test_layers_of_a_kind_share_the_tables_of_their_kind(name: str) -> None:
     sliding, again, full = rotations(runner.rotary, 3)
     assert sliding is again
     for one, kind in ((sliding, "sliding_attention"), (full, "full_attention")):
-        assert one is not None
         cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(1024)[None], kind)
         torch.testing.assert_close(one.tables, (cos[0, :, :8], sin[0, :, :8]))
 

@@ -104,8 +104,7 @@ def ask(engine: VLLMEngine, number: int, agent: str = "a", orders: GuardOrders =
 
 def guard(engine: VLLMEngine) -> dict[str, Any]:
     """The guard's figures."""
-    figures: Any = engine.inspect()["guard"]
-    return figures
+    return engine.inspect()["guard"]
 
 
 def record(engine: VLLMEngine) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def record(engine: VLLMEngine) -> dict[str, Any]:
 
 
 def is_at_rest(engine: VLLMEngine) -> bool:
-    figures: Any = engine.inspect()
+    figures = engine.inspect()
     return not any(figures["requests"].values()) and not figures["cache"]["leased_blocks"]
 
 
