@@ -3,8 +3,6 @@
 Each is the second turn of a session: the client asked, the model called a tool, and its result comes back.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

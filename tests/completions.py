@@ -1,7 +1,5 @@
 """Answers with receipts that say where so many prompt tokens came from."""
 
-from __future__ import annotations
-
 from itertools import accumulate, pairwise
 
 from kedge.types import Completion, FinishReason, Receipt, ReuseMode, Source, Span

@@ -1,7 +1,5 @@
 """A team of the OpenAI Agents SDK with a handoff, as applications have it: it knows an address and nothing of Kedge."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import islice

@@ -1,7 +1,5 @@
 """Which cases of a parametrized test run on every push, and which in `make test-all` only."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What Linux says of processes, for tests of what is left behind when one ends."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The package's source as a tree: its functions, classes and what is documented of it."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The package stays within its budgets, and they only go down."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path

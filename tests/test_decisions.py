@@ -1,7 +1,5 @@
 """The first decision of an answer, and that it agrees with the server's parsers of tool calls."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

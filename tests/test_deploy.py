@@ -1,7 +1,5 @@
 """What lies in `deploy/` speaks of flags, settings, metrics and files that exist, and of ports that fit together."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

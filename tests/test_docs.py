@@ -1,7 +1,5 @@
 """The README's examples run, and what the pages link to is there."""
 
-from __future__ import annotations
-
 import html
 import pkgutil
 import re

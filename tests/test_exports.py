@@ -1,7 +1,5 @@
 """The public surface: what `kedge` offers, where it comes from, that nothing slips in, and its errors."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import pickle

@@ -3,8 +3,6 @@
 How much there may be of it in all is in `tests/budget.toml`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The directions of imports: down the floors of the package, and never into what a room must not know."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

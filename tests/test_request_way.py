@@ -4,8 +4,6 @@ On the way is every function of Kedge that is given the request, in whichever fo
 calls one of these. What a form says of itself, its own methods and properties, is a reading of it and no step.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Iterator

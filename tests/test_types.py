@@ -1,7 +1,5 @@
 """Ids with parts, and their text forms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

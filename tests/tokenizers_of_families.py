@@ -1,7 +1,5 @@
 """Small tokenizers that treat blanks, bytes and special tokens as those of well-known families do."""
 
-from __future__ import annotations
-
 import json
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Synthetic KV: random base KV, and offsets that depend on it in a fixed way for each agent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

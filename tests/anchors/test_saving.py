@@ -3,8 +3,6 @@
 A record that makes no sense is damage of that record: it is named, and costs nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any

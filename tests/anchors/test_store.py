@@ -1,7 +1,5 @@
 """Anchors of placeholders: what is recovered, what is shareable, and what is learned from an observation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fidelity to dense prefill: yardsticks, intervals, and that questions which count teach nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The measurement under load: what is asked, what is counted and by how much, and what a run that fails changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """All tests of the benchmarks have a mark of their own: `make test-all` runs them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

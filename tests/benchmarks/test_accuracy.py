@@ -1,7 +1,5 @@
 """`kedge bench accuracy` in the small, on the bundled model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

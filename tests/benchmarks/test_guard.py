@@ -1,7 +1,5 @@
 """`kedge bench guard`: damage is what its name says, what counts as off, and the whole in the small."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice

@@ -1,7 +1,5 @@
 """`kedge bench ttft` runs, counts everything and writes what it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A copier that tests hold in their hand, and a world of pretended KV in which every block says what is in it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

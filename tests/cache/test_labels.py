@@ -1,7 +1,5 @@
 """Priorities against a naive recomputation (which is what `check_integrity` does), and what follows a fixed prompt."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

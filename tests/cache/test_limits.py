@@ -1,7 +1,5 @@
 """A tenant's limit on host memory: its own goes for its own, and nobody else notices."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

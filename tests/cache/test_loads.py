@@ -1,7 +1,5 @@
 """Loads from the host: hazards seen in the released code of KVFlow, by their names, and what is prefetched."""
 
-from __future__ import annotations
-
 import math
 
 from kedge.cache import lru

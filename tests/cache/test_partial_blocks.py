@@ -1,7 +1,5 @@
 """Beginnings of cached blocks: whose they are, which is taken, what they cost others, and what they say."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from kedge.cache.radix_tree import RadixTree

@@ -5,8 +5,6 @@ Every block says what is in it, so a hit on another prompt's KV is seen at once;
 operation.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

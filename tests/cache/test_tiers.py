@@ -1,7 +1,5 @@
 """The state table of KVFLOW.md, section 5, row by row, and what the host tier keeps."""
 
-from __future__ import annotations
-
 import pytest
 
 from kedge.cache import Copied, lru

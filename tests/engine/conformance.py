@@ -11,8 +11,6 @@ tokens a request, and be greedy at temperature 0. Override `small_engine` to hav
 to look for what is left of requests that have ended.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Every engine passes the suite that all must pass: the echo, the embedded one, and both in a process of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What no engine accepts is refused by name, in few words; what can be meant of a hint is kept."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

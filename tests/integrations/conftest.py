@@ -1,7 +1,5 @@
 """A real server around the echo engine, and the hints that it has received."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

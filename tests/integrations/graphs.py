@@ -1,7 +1,5 @@
 """LangGraph applications with branches, loops, joins and subgraphs. Their choices are random."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Sequence
 from random import Random

@@ -1,7 +1,5 @@
 """Step graphs from any edges, against a naive reading of the same edges."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The example applications run, and the one for LangGraph differs in two lines from one without Kedge."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import runpy

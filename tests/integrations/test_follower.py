@@ -1,7 +1,5 @@
 """The hints of a run, without a server."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 from kedge.integrations.edges import END, START, StepEdge, step_graph

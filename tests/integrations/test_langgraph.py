@@ -1,7 +1,5 @@
 """LangGraph and LangChain as they are, against a real server: the hints and forecasts of calls."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The bundled model writes tool calls only where a grammar makes it, as in the last test, and a handoff is one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator

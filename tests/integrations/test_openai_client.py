@@ -1,7 +1,5 @@
 """OpenAI's clients as they are, waiting and asynchronous, against a real server."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

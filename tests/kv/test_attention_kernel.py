@@ -1,7 +1,5 @@
 """The attention kernel, on a GPU or in Triton's interpreter, against a softmax written out."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import cache

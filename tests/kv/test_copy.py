@@ -1,7 +1,5 @@
 """Copies between the tiers, and the contract of a copier."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

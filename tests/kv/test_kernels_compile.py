@@ -1,7 +1,5 @@
 """The Triton kernels compiled for a GPU (sm_90), whether or not there is one: the interpreter lets more pass."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """vLLM's pages, read and written by a kernel in all layers at once, against the same layer by layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

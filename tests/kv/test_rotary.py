@@ -1,7 +1,5 @@
 """Rotation against Transformers' own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb

@@ -1,7 +1,5 @@
 """What is read from a config, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks, runs, and writing what was read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

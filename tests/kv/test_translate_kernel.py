@@ -1,7 +1,5 @@
 """The translate kernel, on a GPU or in Triton's interpreter, against float64 and against its twin in PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

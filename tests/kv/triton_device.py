@@ -1,7 +1,5 @@
 """Where tests of Triton kernels run: on a GPU, and where there is none in Triton's interpreter; and what they share."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """GGUF files stand for the models that they were written from, are converted once, and say what is wrong with them."""
 
-from __future__ import annotations
-
 import errno
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Models by name: what is shipped answers as with Transformers, and what is no model says what to do."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 from pathlib import Path

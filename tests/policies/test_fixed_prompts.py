@@ -1,7 +1,5 @@
 """Where the fixed part of a prompt ends: declared, or the last block from which prompts went on in three ways."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -2,8 +2,6 @@
 and that cold prompts are held back only under all conditions together, and never where nothing runs.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

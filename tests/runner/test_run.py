@@ -1,7 +1,5 @@
 """Running workflows on the engine without a model."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Hostile numbers reach every numeric field, change nothing on either engine, and what they would break is noticed."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The kit for a GPU: what is carried there in parts, and its steps, tiny ones and in a rehearsal, on the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The import graph sees relative and lazy imports, follows names to their modules, and finds circles and floors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

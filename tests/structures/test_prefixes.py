@@ -1,7 +1,5 @@
 """Common prefixes against a count item by item."""
 
-from __future__ import annotations
-
 import itertools
 from array import array
 

@@ -1,7 +1,5 @@
 """The bundled model's task: its questions, the wording that the model was trained on, and what counts as right."""
 
-from __future__ import annotations
-
 import re
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Tasks of real text: their questions, their order, what is read out of answers, and the licences beside the files."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Code that behaves, and code that does not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Lines, turns and arrivals for tests, with only what a test is about."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Traces are read, a bad line is named by file, line and key, and arrivals are composed of their conversations."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

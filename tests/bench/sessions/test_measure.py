@@ -1,7 +1,5 @@
 """Hit rates in virtual time: LRU against a naive twin and a reference simulator, and Kedge's own cache."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The closed loop against a naive twin without a cache of blocks, and by hand where the figures are plain."""
 
-from __future__ import annotations
-
 import heapq
 from dataclasses import dataclass
 from random import Random

@@ -1,7 +1,5 @@
 """All that is measured of sessions: Belady against a naive twin and a reference simulator, columns, loop and costs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from math import inf

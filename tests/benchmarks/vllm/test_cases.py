@@ -1,7 +1,5 @@
 """Further cases of `kedge bench vllm`: workflows and sessions on fake engines, a team's gains, and all on real vLLM."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Iterator

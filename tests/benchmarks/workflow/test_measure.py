@@ -1,7 +1,5 @@
 """`kedge bench workflow`: the same tokens under every policy, hits as theory has them, and what it writes."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import Counter

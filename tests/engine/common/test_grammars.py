@@ -1,7 +1,5 @@
 """Grammars are compiled once, and answers that share one do not share how far they have come."""
 
-from __future__ import annotations
-
 import pytest
 
 from kedge.checks import MAX_GRAMMAR

@@ -1,7 +1,5 @@
 """Log-probabilities against Transformers' own log-softmax."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

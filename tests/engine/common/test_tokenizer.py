@@ -1,7 +1,5 @@
 """Tokens of pieces and of wholes, and text as it comes, with tokenizers of many families, which are the oracle."""
 
-from __future__ import annotations
-
 import threading
 from itertools import chain
 

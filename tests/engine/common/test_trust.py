@@ -1,7 +1,5 @@
 """Nothing of a model's folder is run, and what others may write there is said."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shutil

@@ -1,7 +1,5 @@
 """What a watcher is told of an engine; `tests/server/test_history.py` has that it changes nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny random models of every family, with a byte-level tokenizer, as oracles and as engines."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

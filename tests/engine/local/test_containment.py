@@ -1,7 +1,5 @@
 """Whatever one request does, or happens to it, ends this request with a typed error and nothing else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The embedded engine against Transformers itself."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

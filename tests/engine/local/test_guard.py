@@ -1,7 +1,5 @@
 """The guard in the engine: a model whose anchors predict nothing is caught, and what is proved is translated."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What is learned from, what has to give way, and that neither costs a block, a run or a request anything."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

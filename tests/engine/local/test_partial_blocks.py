@@ -1,7 +1,5 @@
 """Prompts that leave what is cached within a block: its beginning is copied, and answers are those of Transformers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts that are assembled ahead of requests: not one token changes, and no block is lost where none come."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Translated KV of a real team's prompts against a plain PyTorch twin: Transformers' base KV, Llama's rotation."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

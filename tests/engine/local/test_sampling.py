@@ -1,7 +1,5 @@
 """Drawing the tokens of a batch, each row as if it were alone, answers that are forced, and text as it comes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

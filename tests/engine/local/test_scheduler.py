@@ -2,8 +2,6 @@
 backlog is its owner's, and whoever comes beside it waits for a share of a pass at most.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from copy import deepcopy

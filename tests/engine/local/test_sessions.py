@@ -1,7 +1,5 @@
 """Sessions in the embedded engine: found without hints, kept while they pause, and answered the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The host tier and forecasts inside the engine, and requests that wait for KV from the host: not one token changes."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

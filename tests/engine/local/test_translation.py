@@ -1,7 +1,5 @@
 """Translation inside the engine: what is written, what is recorded, and what is never shared."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

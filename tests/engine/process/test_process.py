@@ -1,7 +1,5 @@
 """What only an engine in its own process can do wrong: lose it, its errors, or what crosses the border."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """The choice of replicas: exact orders, load, death, bounds, and a simulated fleet."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Mapping

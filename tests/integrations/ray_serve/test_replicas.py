@@ -1,7 +1,5 @@
 """Two real vLLM replicas on the CPU behind Ray Serve: a run stays, spreads with others, and survives its replica."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The adapters to Ray Serve, without a cluster: the router follows the policy, and the ingress retries."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import re

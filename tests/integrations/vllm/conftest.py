@@ -3,8 +3,6 @@
 Where vLLM is not installed, only what the command line needs without it is collected.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import importlib.util

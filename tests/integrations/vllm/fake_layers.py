@@ -1,7 +1,5 @@
 """Attention layers whose op writes KV in a layout that a test chooses, in plain PyTorch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Engine processes that are forked from one that has imported vLLM: a start imports nothing, which takes 6 s of CPU."""
 
-from __future__ import annotations
-
 import os
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 

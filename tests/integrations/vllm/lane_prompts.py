@@ -1,7 +1,5 @@
 """Prompts with holes in the middle, and what Transformers computes for them over the same KV."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterator, Sequence

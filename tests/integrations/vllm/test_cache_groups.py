@@ -3,8 +3,6 @@
 Agents take turns that do not fit the device, so that their prompts come back from the host; every answer is stock's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

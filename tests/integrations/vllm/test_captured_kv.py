@@ -2,8 +2,6 @@
 else runs, and nothing is left of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Translation by cost on vLLM: where computing is faster, nothing is translated or learned."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

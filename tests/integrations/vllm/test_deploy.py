@@ -1,7 +1,5 @@
 """The flags in `deploy/`, read by the parser of `vllm serve` itself; what vLLM finds; and the guide's example."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

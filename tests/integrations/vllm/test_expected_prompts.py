@@ -1,7 +1,5 @@
 """Prompts that are drafted before their requests arrive: the same answers, whatever became of the hint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

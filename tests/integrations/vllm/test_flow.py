@@ -1,7 +1,5 @@
 """Workflow-aware caching inside vLLM: evictions, loads and waiting, without a change of any answer."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

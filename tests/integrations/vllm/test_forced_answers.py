@@ -1,7 +1,5 @@
 """Forced answers: these tokens, with the log-probabilities that the model has for them, and nothing else changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

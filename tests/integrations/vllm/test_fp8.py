@@ -1,7 +1,5 @@
 """KV of 8 bits inside vLLM: answers as stock's, and what translation loses by it beside what vLLM loses by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

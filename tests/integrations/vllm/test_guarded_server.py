@@ -1,7 +1,5 @@
 """Guard and proof under vLLM's own server: what is proved before it is served, and that clients notice nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

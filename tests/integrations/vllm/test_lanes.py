@@ -1,7 +1,5 @@
 """Lanes among other requests, the prefix cache, aborts, failures and preemption. Nothing is left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

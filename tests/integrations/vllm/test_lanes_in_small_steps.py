@@ -1,7 +1,5 @@
 """Lanes in steps with little room: holes are merged and cut, and no kind of request starves another."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

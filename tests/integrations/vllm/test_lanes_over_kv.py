@@ -3,8 +3,6 @@
 In models with windows in some layers, too, where vLLM keeps all of their KV in one group of blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Hints without a prompt: who may send them, what is refused, and how answers are joined.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Mapping

@@ -2,8 +2,6 @@
 of the first agent who reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

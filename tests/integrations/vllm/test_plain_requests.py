@@ -1,7 +1,5 @@
 """Plain requests on vLLM, without a word of the client: what agents share is found, and translated if that is set."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 answers, and the page says what was found; where it is set so, a team is translated.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

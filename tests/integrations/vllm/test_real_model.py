@@ -1,7 +1,5 @@
 """vLLM with the plug-in on a real model: Transformers' tokens, from its own cache and from the plug-in's host tier."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

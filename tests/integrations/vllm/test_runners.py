@@ -1,7 +1,5 @@
 """Model Runner V2, and lanes on two tensor-parallel ranks with holes of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Kedge's server before vLLM: OpenAI's API, a team whose later questions are translated, and the end of vLLM."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import time

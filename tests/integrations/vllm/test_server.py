@@ -1,7 +1,5 @@
 """The plug-in under vLLM's own server, by its flag and with the middleware, on two tensor- or data-parallel ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

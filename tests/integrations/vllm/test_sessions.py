@@ -1,7 +1,5 @@
 """Sessions that grow, pause and come back inside vLLM: what is kept, what comes from the host, and no other answer."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Speculative decoding beside the plug-in: answers are stock's, and translated ones those without drafts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

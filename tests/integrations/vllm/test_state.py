@@ -1,7 +1,5 @@
 """What ranks have learned comes back after a restart of vLLM, and only to the engine that it is of."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

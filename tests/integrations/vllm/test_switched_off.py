@@ -1,7 +1,5 @@
 """What is off beside another connector, or with an op whose layout cannot be found: answers are stock's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Translation inside vLLM: captures and writes, which stay out of the prefix cache, and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The guard, and the caches in miniature that it compares, against naive twins."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import given

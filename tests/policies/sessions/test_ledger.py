@@ -1,7 +1,5 @@
 """What both engines keep of sessions: turns, their order, which policy rules, and what clients say between requests."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

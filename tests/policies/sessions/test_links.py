@@ -1,7 +1,5 @@
 """Which session a request continues."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

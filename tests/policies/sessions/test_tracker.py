@@ -1,7 +1,5 @@
 """Sessions over virtual time."""
 
-from __future__ import annotations
-
 import math
 from heapq import heappush
 from typing import Any

@@ -1,7 +1,5 @@
 """A folder keeps its snapshot whole, whenever the process that writes it is killed; damage costs what it hits."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What an engine and its guard have learned, in a folder: it comes back whole and belongs to one model."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Attention over latents against attention over the keys and values of all heads that follow from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

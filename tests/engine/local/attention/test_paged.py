@@ -1,7 +1,5 @@
 """Attention over runs of slots against a softmax written out, for every way in which queries and runs can lie."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

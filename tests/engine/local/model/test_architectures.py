@@ -2,8 +2,6 @@
 generates, translated as well as Llama, or refused.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What experiments at load find: shapes and rotations of layers, and what is refused, by which words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

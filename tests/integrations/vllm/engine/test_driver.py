@@ -1,7 +1,5 @@
 """Sampling parameters, hints and messages from requests and forecasts."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from dataclasses import replace

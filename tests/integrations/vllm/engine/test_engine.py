@@ -1,7 +1,5 @@
 """vLLM as an engine: the conformance suite, and prefetches by forecast."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """The quality guard on vLLM: wrong translations in the worker are found, and the plug-in translates no more."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

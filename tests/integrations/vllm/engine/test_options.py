@@ -1,7 +1,5 @@
 """Arguments of vLLM and the plug-in from `EngineSettings`, and refused ones. No vLLM is needed."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import make_dataclass
 from pathlib import Path

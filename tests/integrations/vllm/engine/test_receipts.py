@@ -1,7 +1,5 @@
 """Receipts, log-probabilities and streamed responses from vLLM's data. No vLLM is needed."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`VLLMEngine` over a folder: what its processes have learned is there after an orderly stop."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
