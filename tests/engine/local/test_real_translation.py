@@ -1,4 +1,4 @@
-"""Translated KV of a real team's prompts against a plain PyTorch twin: Transformers' base KV, Llama's rotation."""
+"""Translated KV of a real team against a twin: base KV, rotations and all that is computed by Transformers."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import DynamicCache, PreTrainedModel
 
 from kedge.anchors.offsets import split_rows
 from kedge.anchors.translator import Translation
@@ -28,6 +25,7 @@ from kedge.types import GenerateRequest, RequestId, ReuseMode, SampleId, Source,
 from kedge.workloads import real
 from kedge.workloads.base import QUESTION
 from tests.real import RealModel
+from tests.transformers_over_kv import Reference
 
 ANSWER = 10
 """Tokens of an agent's answer"""
@@ -35,58 +33,6 @@ SHORT = PlannerConstants().recompute_short
 """Segments of at most so many tokens are not left for later readers"""
 WIDE = "token:min_anchors=2:max_error=9:weak_error=9"
 """Offsets are added from the third question on, whatever they are worth"""
-
-
-class Llama:
-    """KV of a model as Transformers computes it, rotated by Llama's formula. All KV here has unrotated keys."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model, self.config = model, model.config
-        theta, dim = self.config.rope_parameters["rope_theta"], self.config.head_dim
-        self._frequencies = theta ** -(torch.arange(0, dim, 2).float() / dim)
-
-    def turned(self, keys: Tensor, start: int, sign: float = 1.0) -> Tensor:
-        """Return keys [layers, tokens, heads, dim], rotated by positions from `start` on; back with -1."""
-        positions = torch.arange(start, start + keys.shape[1]).float()
-        angles = torch.cat([positions[:, None] * self._frequencies] * 2, -1)[:, None]
-        first, second = keys.chunk(2, -1)
-        return keys * angles.cos() + torch.cat([-second, first], -1) * (sign * angles.sin())
-
-    def prefilled(self, tokens: Tokens, past: KVSegment | None = None) -> KVSegment:
-        """Return the KV of tokens behind a past, by one forward pass of Transformers."""
-        start, cache = past.tokens if past else 0, DynamicCache()
-        if past:
-            for number, (keys, values) in enumerate(zip(self.turned(past.keys, 0), past.values, strict=True)):
-                cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], number)
-        self.model(torch.tensor([tokens]), past_key_values=cache)
-        keys, values = (
-            torch.stack([getattr(layer, part)[0, :, start:] for layer in cache.layers]).transpose(1, 2)
-            for part in ("keys", "values")
-        )
-        return KVSegment(self.turned(keys, start, -1.0), values)
-
-    def completed(self, tokens: Tokens, kv: KVSegment, rows: Sequence[int]) -> KVSegment:
-        """Return KV of a prompt in which tokens at `rows` are computed over all of it, layer by layer; the others have
-        the given one.
-        """
-        keys, values = self.turned(kv.keys, 0), kv.values.clone()
-        at, heads = torch.tensor(rows), (len(rows), -1, self.config.head_dim)
-        decoder = self.model.model
-        hidden, seen = decoder.embed_tokens(torch.tensor(tokens)[at]), torch.arange(len(tokens)) <= at[:, None]
-        for number, layer in enumerate(decoder.layers):
-            attention, normed = layer.self_attn, layer.input_layernorm(hidden)
-            query, key, value = (getattr(attention, f"{part}_proj")(normed).view(heads) for part in "qkv")
-            keys[number, at], values[number, at] = self._turned_at(key, at), value
-            groups = query.shape[1] // key.shape[1]
-            k, v = (x[number].transpose(0, 1).repeat_interleave(groups, 0) for x in (keys, values))
-            turned = self._turned_at(query, at).transpose(0, 1)
-            out = scaled_dot_product_attention(turned[None], k[None], v[None], attn_mask=seen[None, None])[0]
-            hidden = hidden + attention.o_proj(out.transpose(0, 1).flatten(1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        return KVSegment(self.turned(keys, 0, -1.0), values)
-
-    def _turned_at(self, rows: Tensor, at: Tensor) -> Tensor:
-        return torch.cat([self.turned(row[None, None], int(start)) for row, start in zip(rows, at, strict=True)], 1)[0]
 
 
 @dataclass(frozen=True)
@@ -125,8 +71,8 @@ class Noting:
 class TeamTwin:
     """The KV of a team's prompts, one after the other, where Kedge says which positions it has translated."""
 
-    def __init__(self, llama: Llama) -> None:
-        self._llama = llama
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
         self._answers: dict[SampleId, KVSegment] = {}
         self._texts: dict[Tokens, KVSegment] = {}
 
@@ -134,10 +80,8 @@ class TeamTwin:
         """Return the prompt's KV, those `rows` computed and the others as they are `written`, and remember what others
         read of it and of the answer.
         """
-        placed, tokens = layout(request), request.tokens
-        config = self._llama.config
-        shape = (config.num_hidden_layers, len(tokens), config.num_key_value_heads, config.head_dim)
-        kv = KVSegment(torch.zeros(shape), torch.zeros(shape))
+        placed, size, whole = layout(request), request.prompt_tokens, request.tokens + answer
+        kv = self._reference.empty(len(whole))
         for one in written:
             segment = next(part for part in placed if part.start <= one.start < part.stop)
             where, base = slice(one.start, one.start + one.tokens), self._base(request, placed, segment)
@@ -146,14 +90,15 @@ class TeamTwin:
             if one.offsets:
                 kv.keys[1:, where] += one.offsets.keys
                 kv.values[1:, where] += one.offsets.values
-        kv = self._llama.completed(tokens, kv, sorted(rows))
+        holes = *(range(at, at + 1) for at in sorted(rows)), range(size, len(whole))
+        kv, _ = self._reference.compute(whole, kv, holes)
         moved = [one.start for one in written if one.offsets is None]
         for segment in placed[2:-1]:  # what was moved alone has not read what is before it here
             if len(segment) > SHORT and not any(segment.start <= at < segment.stop for at in moved):
                 self._texts[shared_text(request, segment)] = kv.slice(segment.start, segment.stop)
         if request.produces:
-            self._answers[request.produces] = self._llama.prefilled(answer, kv)
-        return kv
+            self._answers[request.produces] = kv.slice(size)
+        return kv.slice(0, size)
 
     def _base(self, request: GenerateRequest, placed: Sequence[Placed], one: Placed) -> KVSegment:
         segment = one.segment
@@ -162,10 +107,10 @@ class TeamTwin:
         if segment.is_answer:
             return self._answers[segment.sample].slice(0, len(one))
         if segment.is_placeholder:
-            return self._llama.prefilled(segment.base_context + segment.tokens).slice(len(segment.base_context))
+            return self._reference.dense(segment.base_context + segment.tokens)[0].slice(len(segment.base_context))
         before = (part.segment for part in placed[: one.index])
         start = sum(len(part.placeholder_text if part.is_placeholder else part.tokens) for part in before)
-        return self._llama.prefilled(template_tokens(request)).slice(start, start + len(one))
+        return self._reference.dense(template_tokens(request))[0].slice(start, start + len(one))
 
 
 class Told(Recorder):
@@ -212,7 +157,7 @@ def test_translated_kv_is_that_of_a_plain_twin(smollm2: RealModel, method: str, 
         results = ask(taught)
         requests = [one.request for one in results]
         written = [noting.written.get(one.request_id, []) for one in requests]
-    twin = TeamTwin(Llama(smollm2.oracle))
+    twin = TeamTwin(Reference(smollm2.oracle))
     compared = with_offsets = 0
     for request, result, plan in zip(requests, results, written, strict=True):
         spans = result.completion.receipt.spans

@@ -1,6 +1,5 @@
-"""Prompts with holes in the middle, and what Transformers computes for them over the same KV."""
+"""Prompts with holes in the middle, engines that fill them by lanes, and what these have done."""
 
-import importlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from kedge.integrations.vllm.plugin.requests import TranslationQuery, TranslationVerdict
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
 from kedge.kv.segment import KVSegment
-from kedge.reuse.holes import Holes, joined
+from kedge.reuse.holes import Holes
 from tests.integrations.vllm.conftest import BLOCK, VOCABULARY, Answers, Driver, driver, prompt
 
 SETTINGS = {
@@ -37,7 +35,6 @@ WIDE: Holes = (range(60, 80), range(150, 151), range(200, 215))
 """More holes, for `more_holes`"""
 ONE, OTHER = 5, 6
 """Numbers of prompts with values from which nothing was learned"""
-FULL = "full_attention"
 
 
 def tokens(number: int) -> list[int]:
@@ -245,91 +242,6 @@ def more_holes(engine: Driver, holes: Holes) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(learner, "judge", judged)
         yield
-
-
-# what Transformers computes for holes in a prompt over given KV, whatever kinds of layers a model has -----------------
-
-
-class HolesCache:
-    """A cache of KV of all positions of a prompt, into which Transformers puts the KV of holes."""
-
-    def __init__(self, keys: Tensor, values: Tensor, at: Tensor) -> None:
-        """`keys` (rotated) and `values` are [layers, kv_heads, tokens, head_dim]; `at` are the positions of holes."""
-        self.keys, self.values, self._at = keys.clone(), values.clone(), at
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep the KV of the holes in a layer; all KV of the layer."""
-        self.keys[layer][:, self._at], self.values[layer][:, self._at] = keys[0], values[0]
-        return self.keys[layer][None], self.values[layer][None]
-
-    def get_seq_length(self, *_: Any) -> int:
-        return 0
-
-
-class Reference:
-    """A model as Transformers runs it."""
-
-    def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self._model.eval()
-        self._config = self._model.config
-        self._kinds = getattr(self._config, "layer_types", None) or [FULL] * self._config.num_hidden_layers
-
-    @torch.no_grad()
-    def compute(self, prompt: Sequence[int], kv: KVSegment, holes: Holes) -> tuple[KVSegment, Tensor]:
-        """Compute the positions in `holes` over `kv` elsewhere: all KV, keys unrotated, and the last
-        log-probabilities.
-        """
-        at = torch.tensor([position for hole in joined(holes) for position in hole])
-        cache = HolesCache(self._turned(kv.keys.transpose(1, 2)), kv.values.transpose(1, 2), at)
-        masks = self._masks(at, len(prompt))
-        logits = self._model(
-            input_ids=torch.tensor(prompt)[at][None],
-            position_ids=at[None],
-            attention_mask=masks if len({*self._kinds}) > 1 else masks[FULL],
-            past_key_values=cache,
-        ).logits
-        keys = self._turned(cache.keys, back=True).transpose(1, 2)
-        return KVSegment(keys, cache.values.transpose(1, 2)), logits[0, -1].log_softmax(-1)
-
-    def dense(self, prompt: Sequence[int]) -> tuple[KVSegment, Tensor]:
-        """Compute all positions of a prompt."""
-        shape = len(self._kinds), len(prompt), self._config.num_key_value_heads, self._config.head_dim
-        return self.compute(prompt, KVSegment(torch.zeros(shape), torch.zeros(shape)), (range(len(prompt)),))
-
-    def _masks(self, at: Tensor, length: int) -> dict[str, Tensor]:
-        distance = at[:, None] - torch.arange(length)[None]
-        seen = {FULL: distance >= 0}
-        seen["sliding_attention"] = seen[FULL] & (distance < (getattr(self._config, "sliding_window", None) or length))
-        hidden = torch.finfo(torch.float32).min
-        return {kind: torch.zeros(mask.shape).masked_fill(~mask, hidden)[None, None] for kind, mask in seen.items()}
-
-    def _turned(self, keys: Tensor, back: bool = False) -> Tensor:
-        """Keys [layers, kv_heads, tokens, head_dim], each layer rotated by the model's own function, or rotated
-        back.
-        """
-        rotate = importlib.import_module(type(self._model).__module__).apply_rotary_pos_emb
-        positions = torch.arange(keys.shape[2])[None]
-        turned = []
-        for layer, kind in zip(keys, self._kinds, strict=True):
-            by_kind = [kind] if self._config.model_type == "gemma3_text" else []
-            cos, sin = self._model.model.rotary_emb(keys, positions, *by_kind)
-            if back:
-                scale = cos[0, 0, 0] ** 2 + sin[0, 0, 0] ** 2
-                cos, sin = cos / scale, -sin / scale
-            turned.append(rotate(layer[None], layer[None], cos, sin)[1][0])
-        return torch.stack(turned)
-
-
-reference = cache(Reference)
-"""The model of a folder, loaded once"""
-
-
-def difference(one: KVSegment, other: KVSegment, spans: Holes | None = None) -> float:
-    """The largest difference of two prompts' KV, at the positions in `spans`, else at all."""
-    at = torch.tensor([position for span in spans for position in span]) if spans else torch.arange(one.tokens)
-    pairs = (one.keys, other.keys), (one.values, other.values)
-    return max(float((a[:, at] - b[:, at]).abs().max()) for a, b in pairs)
 
 
 def first_logprobs(output: Any) -> Tensor:

@@ -10,16 +10,8 @@ import pytest
 
 from kedge.kv.segment import KVSegment
 from tests.integrations.vllm.conftest import BLOCK, Answers, Driver, prompt, receipt
-from tests.integrations.vllm.lane_prompts import (
-    PARTS,
-    PLAIN,
-    difference,
-    hints,
-    lane_engine,
-    leaving_nothing,
-    reference,
-    tokens,
-)
+from tests.integrations.vllm.lane_prompts import PARTS, PLAIN, hints, lane_engine, leaving_nothing, tokens
+from tests.transformers_over_kv import difference, reference
 
 EXACT = 1e-4
 BUDGET = 64

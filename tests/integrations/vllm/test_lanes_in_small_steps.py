@@ -16,13 +16,12 @@ from tests.integrations.vllm.lane_prompts import (
     add,
     answers,
     ask,
-    difference,
     lane_engine,
     more_holes,
     recorded,
-    reference,
     tokens,
 )
+from tests.transformers_over_kv import difference, reference
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])

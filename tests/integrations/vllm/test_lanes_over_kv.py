@@ -20,22 +20,20 @@ from tests.integrations.vllm.lane_prompts import (
     OTHER,
     PLAIN,
     WIDE,
-    Reference,
     add,
     answers,
     ask,
     check_rest,
-    difference,
     first_logprobs,
     lane_engine,
     more_holes,
     recorded,
-    reference,
     solo,
     stock_of,
     tokens,
 )
 from tests.integrations.vllm.test_cache_groups import gemma2, gemma3, gpt_oss
+from tests.transformers_over_kv import Reference, difference, reference
 
 EXACT = 1e-4
 LAYOUTS: dict[str, Holes] = {

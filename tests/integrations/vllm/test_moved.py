@@ -10,7 +10,8 @@ import pytest
 
 from kedge.kv.segment import KVSegment
 from tests.integrations.vllm.conftest import BLOCK, SCHEDULING, Driver, prompt, receipt
-from tests.integrations.vllm.lane_prompts import SETTINGS, difference, lane_engine, leaving_nothing, recorded, reference
+from tests.integrations.vllm.lane_prompts import SETTINGS, lane_engine, leaving_nothing, recorded
+from tests.transformers_over_kv import difference, reference
 
 EXACT = 1e-4
 NEEDED, AGAIN = 4, 2
