@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kedge.anchors.anchor import KeyBlock, PlaceholderSite, PoolKey, SampleView
+from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
 from kedge.anchors.criteria import Entropy, Error
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.store import AnchorStore, methods
@@ -314,17 +314,6 @@ def test_what_stays_unshareable_goes_on_teaching_only_now_and_then() -> None:
     assert 1 <= sum(estimate.learnable for estimate in estimates) <= 25, "one in sixty-four, more or less"
     again = [store.estimate(SLOT, sample(seed)).learnable for seed in others]
     assert again == [estimate.learnable for estimate in estimates], "the value decides"
-
-
-def test_a_value_that_was_prepared_is_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, searched = filled(range(5), **TOKEN), []
-    search = KeyBlock.nearest
-    monkeypatch.setattr(KeyBlock, "nearest", lambda self, *a: searched.append(a) or search(self, *a))
-    value = sample(50)
-    store.prepare(value)
-    assert len(searched) == 1
-    assert store.estimate(SLOT, value).shareable
-    assert len(searched) == 1
 
 
 # bounds of all pools together -----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
     return found
 
 
+@cache
 def shipped_traffic() -> Traffic:
     """The trace that ships, as the reference simulator replays it: 8 live, gaps cut at 3,600 s, 1,000 requests."""
     (trace,) = load_traces([SLICE]).values()

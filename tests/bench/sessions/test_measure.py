@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kedge.bench.sessions.arrivals import QUICK, Arrival, Traffic, load_traces
+from kedge.bench.sessions.arrivals import QUICK, Arrival, load_traces
 from kedge.bench.sessions.measure import (
     SPACE,
     CacheReplay,
@@ -28,12 +28,8 @@ REFERENCE = {0.1: 0.1713, 0.25: 0.4778, 0.5: 0.8283}
 SETTINGS = replace(QUICK, capacities=(0.25,), requests=120)
 
 
-@pytest.fixture(scope="module")
-def shipped() -> Traffic:
-    return shipped_traffic()
-
-
-def test_figures_are_those_of_the_reference(shipped: Traffic) -> None:
+def test_figures_are_those_of_the_reference() -> None:
+    shipped = shipped_traffic()
     assert shipped.working_set == pytest.approx(1402.8675)
     assert ceiling(shipped.arrivals) == pytest.approx(0.9716, abs=1e-4)
     for share, expected in REFERENCE.items():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.sessions.closed import Leaves
 from benchmarks.sessions.measure import COLUMNS, belady_hit_rate, measure, measure_cost
-from kedge.bench.sessions.arrivals import QUICK, SLICE, Arrival, Traffic, load_traces
+from kedge.bench.sessions.arrivals import QUICK, SLICE, Arrival, load_traces
 from kedge.bench.sessions.measure import ceiling
 from kedge.cli.bench_tables import SESSION_COLUMNS
 from tests.bench.sessions.builders import shipped_traffic, traffic
@@ -24,12 +24,8 @@ REFERENCE = {0.1: 0.1760, 0.25: 0.5689, 0.5: 0.8852}
 """Belady by an independent simulator: 8 live, gaps cut at 3,600 s, 1,000 requests."""
 
 
-@pytest.fixture(scope="module")
-def shipped() -> Traffic:
-    return shipped_traffic()
-
-
-def test_figures_are_those_of_the_reference(shipped: Traffic) -> None:
+def test_figures_are_those_of_the_reference() -> None:
+    shipped = shipped_traffic()
     for share, expected in REFERENCE.items():
         capacity = shipped.capacity(share)
         assert belady_hit_rate(shipped.arrivals, capacity) == pytest.approx(expected, abs=1e-3)
@@ -68,7 +64,8 @@ def test_room_for_everything_gives_the_ceiling(arrivals: list[Arrival]) -> None:
     assert belady_hit_rate(arrivals, total(arrivals)) == ceiling(arrivals)
 
 
-def test_costs_are_of_requests_and_of_blocks(shipped: Traffic) -> None:
+def test_costs_are_of_requests_and_of_blocks() -> None:
+    shipped = shipped_traffic()
     cost = measure_cost(shipped.arrivals[:120], shipped.capacity(0.25)).as_json()
     assert all(value > 0 for value in cost.values())
 
