@@ -8,7 +8,7 @@ Their tables are combined with all known pairings of dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,6 +43,8 @@ first such is taken, so that layers with the same rotation get the same object.
 NAME = "kedge-layout"
 PLACES = (0, 1, 5, 100)
 """Positions at which keys are compared, besides the last one that the model supports"""
+Observer = Callable[[nn.Module, Tensor, Tensor, object, int | None], None]
+"""What sees a layer's keys, values, mask and window"""
 
 
 @contextmanager
@@ -177,7 +179,7 @@ class Layout:
 
 @dataclass(slots=True)
 class Recording:
-    """The object passed through the model: keys and values of every layer, each [places, kv_heads, dim]."""
+    """Keys and values of every layer, each [places, kv_heads, dim]."""
 
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -185,7 +187,7 @@ class Recording:
     """Where a layer's keys and values follow from a latent: its dimensions, and the rows [places, 1, latent + rotated]
     """
 
-    def add(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
+    def add(self, module: nn.Module, key: Tensor, value: Tensor, *_: object) -> None:
         """Record one layer's keys and values [1, kv_heads, places, dim]. Raises `UnsupportedModel`."""
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.keys:
@@ -271,26 +273,27 @@ def _record(model: PreTrainedModel, positions: Tensor) -> tuple[Recording, list[
     recording = Recording()
     token = torch.full_like(positions, model.config.get_text_config().vocab_size // 2)
     with attention(model, NAME), recorded(model) as calls:
-        model(input_ids=token[None], position_ids=positions[None], use_cache=False, kedge=recording)
+        model(input_ids=token[None], position_ids=positions[None], use_cache=False, kedge=recording.add)
     return recording, calls
 
 
-def _record_layer(
+def observe(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: object = None,  # noqa: ARG001 (Transformers passes it)
+    attention_mask: object = None,
     *,
-    kedge: Recording | None = None,
+    kedge: Observer | None = None,
+    sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Record keys and values, and return the values: [1, kv_heads, places, dim] -> [1, places, heads, dim]."""
+    """Show a layer to the observer, and return the values: [1, kv_heads, places, dim] -> [1, places, heads, dim]."""
     if kedge is None:
         raise without_batch(module)
-    kedge.add(module, key, value)
+    kedge(module, key, value, attention_mask, sliding_window)
     return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, _record_layer)
+AttentionInterface.register(NAME, observe)
 AttentionMaskInterface.register(NAME, lambda **_: None)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from kedge.engine.local.attention.arguments import unsupported
-from kedge.engine.local.model.layout import TOLERANCE, attention, precision
+from kedge.engine.local.model.layout import TOLERANCE, attention, observe, precision
 from kedge.engine.local.sequence import Sequence, Work, flatten
 from kedge.errors import KedgeError, UnsupportedModel
 from kedge.kv.storage import PagedStorage
@@ -140,34 +141,28 @@ class Mask:
     sees: Sees
 
 
-@dataclass(slots=True)
-class Look:
-    """The object passed through the model: positions up to which its masks are evaluated."""
-
-    longest: int
-    layers: int = field(default=0)
-
-    def require_same(self, module: nn.Module, mask: object, window: int | None) -> None:
-        """Raise `UnsupportedModel` unless a mask is that of causal attention within a window."""
-        self.layers += 1
-        if not isinstance(mask, Mask):
-            raise unsupported(module, "its mask is not made by Transformers' functions, and cannot be checked")
-        query, key = _pairs(self.longest, window)
-        zero = torch.zeros_like(query)
-        theirs = mask.sees(zero, zero, query, key)
-        ours = (key <= query) & (key > query - (window or self.longest))
-        if (odd := (theirs != ours).nonzero().flatten()).numel():
-            q, k = int(query[odd[0]]), int(key[odd[0]])
-            handed = f"a window of {window}" if window else "no window"
-            raise unsupported(module, f"it hands over {handed}, and masks position {k} from {q} otherwise")
-
-
 def require_causal_masks(runner: ModelRunner) -> None:
     """Raise `UnsupportedModel` unless every layer's mask fits the window passed to its attention function."""
-    look = Look(runner.max_positions)
+    look = partial(_require_window, runner.max_positions)
     token = torch.zeros(1, 1, dtype=torch.int64, device=runner.device)
     with attention(runner.model, MASKS), torch.inference_mode():
         runner.model(input_ids=token, position_ids=token, use_cache=False, kedge=look)
+
+
+def _require_window(
+    longest: int, module: nn.Module, _key: Tensor, _value: Tensor, mask: object, window: int | None
+) -> None:
+    """Raise `UnsupportedModel` unless a mask is that of causal attention within a window, up to position `longest`."""
+    if not isinstance(mask, Mask):
+        raise unsupported(module, "its mask is not made by Transformers' functions, and cannot be checked")
+    query, key = _pairs(longest, window)
+    zero = torch.zeros_like(query)
+    theirs = mask.sees(zero, zero, query, key)
+    ours = (key <= query) & (key > query - (window or longest))
+    if (odd := (theirs != ours).nonzero().flatten()).numel():
+        q, k = int(query[odd[0]]), int(key[odd[0]])
+        handed = f"a window of {window}" if window else "no window"
+        raise unsupported(module, f"it hands over {handed}, and masks position {k} from {q} otherwise")
 
 
 def _pairs(longest: int, window: int | None) -> tuple[Tensor, Tensor]:
@@ -178,21 +173,5 @@ def _pairs(longest: int, window: int | None) -> tuple[Tensor, Tensor]:
     return query.flatten(), key.flatten()
 
 
-def _look(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,  # noqa: ARG001 (Transformers passes it)
-    value: Tensor,
-    attention_mask: object = None,
-    *,
-    kedge: Look,
-    sliding_window: int | None = None,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Check the mask and return the values: value [1, kv_heads, 1, head_dim] -> [1, 1, heads, head_dim]."""
-    kedge.require_same(module, attention_mask, sliding_window)
-    return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(MASKS, _look)
+AttentionInterface.register(MASKS, observe)
 AttentionMaskInterface.register(MASKS, lambda mask_function, **_: Mask(mask_function))
