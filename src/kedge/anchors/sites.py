@@ -119,13 +119,12 @@ class SiteOffsets:
         weights = match.proposal.after[kept].expand(self._prefix_tokens, -1)
         return Blend(rows[kept].T.contiguous(), weights.contiguous(), self.prefix.version)
 
-    def error(self, match: Match, observed: Observation) -> Tensor:
-        """Return float32 [tokens]: the relative error of the estimate, mean over keys and values."""
-        return self._error(self.value, self.value_blend(match), observed.value, observed.real)
-
-    def prefix_error(self, match: Match, observed: Observation) -> Tensor:
-        """Return the relative error of the estimate for the prefix segment after the value."""
-        return self._error(self.prefix, self.prefix_blend(match), observed.prefix, observed.real_prefix)
+    def errors(self, match: Match, observed: Observation) -> tuple[Tensor, Tensor]:
+        """Return float32 [tokens]: the relative error of the estimate, mean over keys and values; and the same for the
+        prefix segment after the value.
+        """
+        after = self._error(self.prefix, self.prefix_blend(match), observed.prefix, observed.real_prefix)
+        return self._error(self.value, self.value_blend(match), observed.value, observed.real), after
 
     def _error(self, table: OffsetTable, blend: Blend, offsets: Tensor, real: Tensor) -> Tensor:
         wrong, size = self._norms(table.blend(blend).float() - offsets), self._norms(real)
@@ -171,11 +170,9 @@ def _places(marked: Tensor | None) -> list[int]:
     return [] if marked is None else marked.nonzero().flatten().tolist()
 
 
-def shared(
-    sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verdict, used: float = 0.5
-) -> OffsetEstimate:
-    """Return the estimate of a value that the criterion judged shareable. The heaviest anchors that carry the share
-    `used` of its offsets together count as used.
+def shared(sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verdict) -> OffsetEstimate:
+    """Return the estimate of a value that the criterion judged shareable. The heaviest anchors that carry half of its
+    offsets together count as used.
     """
     mass = match.proposal.mass
     heaviest = torch.argsort(mass, descending=True, stable=True)
@@ -191,7 +188,7 @@ def shared(
         value_table=offsets.value,
         prefix_table=offsets.prefix,
         pool=sample.pool,
-        used=tuple(match.block.ids[i] for i in heaviest[before < used].tolist()),
+        used=tuple(match.block.ids[i] for i in heaviest[before < 0.5].tolist()),
     )
 
 

@@ -213,8 +213,7 @@ class AnchorStore:
         if self._estimator.aligned or self._lacks(pool, others, len(sample.tokens)):
             return offsets.calibration
         match = self._match(pool, others, sample)
-        error, after = offsets.error(match, observed), offsets.prefix_error(match, observed)
-        return offsets.calibration.updated(match.proposal.distance, error, after)
+        return offsets.calibration.updated(match.proposal.distance, *offsets.errors(match, observed))
 
     # bounds ---------------------------------------------------------------------------------------------------
 
