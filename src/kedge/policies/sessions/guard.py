@@ -41,24 +41,13 @@ class StepShadow:
     def access(self, owner: Hashable, chain: Chain) -> int:
         """Return how many leading blocks of a prompt of `owner` are hits, and make all of it its history."""
         hits = leading(chain, self._owners)
-        chain = chain[: self._capacity]
-        for block in chain:
-            self._owners[block] += 1
-            self._free.pop(block, None)
-        self._disown(owner)
-        self._chains[owner] = list(chain)
+        self._own(owner, chain[: self._capacity])
         self._make_room(owner)
         return hits
 
     def own(self, owner: Hashable, chain: Chain) -> None:
         """Make what is cached of `chain` the history of `owner`."""
-        held = list(chain[: leading(chain, self._owners)])
-        for block in held:
-            self._owners[block] += 1
-            self._free.pop(block, None)
-        self._disown(owner)
-        if held:
-            self._chains[owner] = held
+        self._own(owner, chain[: leading(chain, self._owners)])
 
     def move(self, owner: Hashable, step: float | None) -> None:
         """Set the step of an owner; None: nothing is expected of it any more."""
@@ -67,6 +56,14 @@ class StepShadow:
             self._disown(owner)
         else:
             self._steps[owner] = step
+
+    def _own(self, owner: Hashable, chain: Chain) -> None:
+        for block in chain:
+            self._owners[block] += 1
+            self._free.pop(block, None)
+        self._disown(owner)
+        if chain:
+            self._chains[owner] = list(chain)
 
     def _disown(self, owner: Hashable) -> None:
         for block in reversed(self._chains.pop(owner, [])):
