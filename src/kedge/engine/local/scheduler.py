@@ -2,12 +2,9 @@
 waiting requests are served, by what of their prompts is cached.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import sys
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -146,13 +143,10 @@ class CachedFirst:
     and the protection of what waits by its place.
     """
 
-    def __init__(
-        self, cache: CacheManager, sessions: SessionCaching, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Start empty. `clock` is in seconds."""
+    def __init__(self, cache: CacheManager, sessions: SessionCaching) -> None:
         self._cache, self._sessions = cache, sessions
         self._capacity = cache.num_blocks * cache.block_size
-        self.live = LiveContexts(clock)
+        self.live = LiveContexts()
 
     def arrange(self, queue: FairQueue[RequestSequence]) -> None:
         """Arrange the waiting requests of every tenant, and protect them by their places where that matters. O(tenants
