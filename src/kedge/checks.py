@@ -3,8 +3,6 @@
 An invalid value raises a `RequestError` that names key, value and what is accepted.
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 from ipaddress import IPv4Address, IPv6Address, ip_address

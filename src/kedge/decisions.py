@@ -1,7 +1,5 @@
 """The decisions in an answer: which function it begins by calling, or that it is prose, and what a judge picks."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 

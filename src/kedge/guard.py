@@ -1,7 +1,5 @@
 """The words of the quality guard: modes, states, what it orders for a request, and what a receipt says of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

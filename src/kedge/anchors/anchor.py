@@ -3,8 +3,6 @@
 Key vectors, a part of the tokens' base KV, are what is compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType

@@ -1,7 +1,5 @@
 """Base KV that running workflows share: of placeholder values, and of templates' prefix segments."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass

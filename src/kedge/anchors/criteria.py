@@ -1,7 +1,5 @@
 """Criteria: whether a value is shareable, judged from what a pool holds."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Protocol

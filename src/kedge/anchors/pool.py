@@ -1,7 +1,5 @@
 """The anchors of one placeholder, with each agent's observations of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from itertools import islice
 

@@ -5,8 +5,6 @@ is computed again when a value first comes up. A record comes back from a file t
 model that wrote it: what does not fit all the same is damage of that record and of no other.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections.abc import Hashable, Mapping, Sequence

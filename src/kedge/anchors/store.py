@@ -1,7 +1,5 @@
 """The store of all placeholders' anchors: it estimates for the planner and learns from dense prefills."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The demo: a team answers questions with dense prefill and with translated KV, side by side."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

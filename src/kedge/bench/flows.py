@@ -1,7 +1,5 @@
 """Calls of agents in workflows as data: their order and their prompts (KVFlow, figure 5)."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Models to measure: random-weight Llamas of chosen sizes, for time without real weights, and those of folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -12,8 +12,6 @@ its median trial. One team's run before the clock starts warms it up and leaves 
 cache of either.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

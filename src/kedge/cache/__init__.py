@@ -1,7 +1,5 @@
 """Where KV lives: pools, radix tree, tiers, eviction, prefetch, `CacheManager`. No tensors: blocks are integers."""
 
-from __future__ import annotations
-
 from kedge.cache.block_pool import BlockPool
 from kedge.cache.copies import Copied, Copier, Copy, Direction
 from kedge.cache.loads import Readiness, Status

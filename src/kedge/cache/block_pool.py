@@ -1,7 +1,5 @@
 """Which blocks of a KV pool are free."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 

@@ -4,8 +4,6 @@ The cache never copies. It hands a `Copy` to a `Copier` and learns of its end by
 target blocks belong to the copy.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence

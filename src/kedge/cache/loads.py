@@ -1,7 +1,5 @@
 """Loads from the host that requests wait for (KVFlow, section 3.2)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

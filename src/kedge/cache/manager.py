@@ -15,8 +15,6 @@ Where the hit ends within a cached block, what of that is in the prompt is copie
 fixed prompt that ends within a block, that block may enter the tree for its beginning (see `PartialBlocks`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy

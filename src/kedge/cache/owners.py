@@ -4,8 +4,6 @@ Every cache has one `Owners`, which all its tiers follow. What a tier evicts tog
 tree, or vLLM's blocks with the same owners. Both take the least step of whoever needs them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from functools import partial

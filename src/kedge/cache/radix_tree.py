@@ -7,8 +7,6 @@ A node's key is the token ids of its blocks as int32 bytes, so that comparing is
 of their first block.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -11,8 +11,6 @@ A transfer locks its lowest node from before it looks for room until it has land
 or depends on can be evicted meanwhile.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

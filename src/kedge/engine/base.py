@@ -12,8 +12,6 @@ Where log-probabilities are asked for, they are those of the model's own distrib
 Those of a prompt cost its whole prefill; the receipt says so.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

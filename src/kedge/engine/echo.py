@@ -4,8 +4,6 @@ Its answers are canned or an echo, its cache is a real `CacheManager` with block
 same exact reuse that a model's engine would give.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

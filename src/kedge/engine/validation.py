@@ -4,8 +4,6 @@ never meets a float as a token id, or a temperature that is not a number.
 O(number of tokens), at the speed of C: a prompt of 100,000 tokens takes a few milliseconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from typing import Final
 

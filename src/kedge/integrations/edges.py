@@ -1,7 +1,5 @@
 """Step graphs from the edges of another framework's graph, which may have loops."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 

@@ -1,7 +1,5 @@
 """One run of a workflow as its client follows it, as fields of the `kedge` hint for a server."""
 
-from __future__ import annotations
-
 import threading
 import time
 import uuid

@@ -7,8 +7,6 @@
 with each call. An agent is named by its node, one in a subgraph by its path: `research:writer`.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

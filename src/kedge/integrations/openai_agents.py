@@ -6,8 +6,6 @@
 Whatever uses the run's config belongs to the run: one call of the `Runner`, or several in a row or at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from inspect import isawaitable
 from typing import Any

@@ -1,7 +1,5 @@
 """The host tier's memory, and the thread that copies blocks between it and the device (KVFlow, section 3.2)."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Models by name or path: the bundled one, SmolLM2 where its package is installed, folders and GGUF files."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Who goes first. A policy is a pure key function over a node; the heap that asks it knows nothing of its reasons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -3,8 +3,6 @@
 An explicit marker says it. Without one, what prompts begin with in common does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What to load: fixed prompts ahead of their agents, and whatever takes less time than computing it (KVFlow, 3.2)."""
 
-from __future__ import annotations
-
 import math
 
 from kedge.policies.eviction import StepView, distance

@@ -12,8 +12,6 @@ Without overload the order is that of arrival.
 Beside that stands a cap on active runs (`may_start`).
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """A dictionary with a bounded number of entries, in the order of their last use."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Heaps whose entries change: outdated ones stay until they surface, or until they are most of the heap."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable

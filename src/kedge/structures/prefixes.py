@@ -1,7 +1,5 @@
 """What sequences begin with in common, and a dictionary that knows which of its keys begin most like a given one."""
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """GSM8K: a team for mathematics with the roles of KVCOMM, 6.3.2, reworded, and what it reads out of answers."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

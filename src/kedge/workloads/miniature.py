@@ -3,8 +3,6 @@
 How the model was trained on it, and on two more, is at commit d1fd5986 (`scripts/train_nano.py`).
 """
 
-from __future__ import annotations
-
 import random
 import re
 import zlib

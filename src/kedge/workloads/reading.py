@@ -1,7 +1,5 @@
 """Reading: three agents answer questions about a paragraph of XQuAD, about the last of several, or in sessions."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -15,8 +15,6 @@ The audit hook stops what a model writes by mistake or by habit. It does not sto
 for hostile code run Kedge itself in a container.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Traces of agents, in their own format or Mooncake's, and the arrivals of many sessions that are composed of them."""
 
-from __future__ import annotations
-
 import gzip
 import heapq
 import itertools

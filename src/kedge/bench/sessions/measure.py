@@ -6,8 +6,6 @@ arrives, its lease and its answer end at once. The time that the recorded server
 session's next request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any

@@ -1,7 +1,5 @@
 """The cache of converted GGUF files: a folder for each file and dtype, until somebody removes it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

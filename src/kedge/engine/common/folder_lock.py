@@ -1,7 +1,5 @@
 """The lock of a folder that one process may use at a time."""
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -4,8 +4,6 @@ Transformers leaves out what it has no name for. Where the file tells such a val
 value or a tensor has no place the file is refused, since the model would answer, and answer wrongly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache

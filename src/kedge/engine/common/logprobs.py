@@ -1,7 +1,5 @@
 """Log-probabilities of tokens: of the model's own distribution, before temperature and top-p."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -2,8 +2,6 @@
 machine. A GGUF file stands for the folder that it was converted to.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache, partial
 from pathlib import Path

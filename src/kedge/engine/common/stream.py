@@ -1,7 +1,5 @@
 """What engines hand out: the stream of a request's tokens, see `kedge.engine.base.Stream`, and its text as it grows."""
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

@@ -2,8 +2,6 @@
 not in use yet.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

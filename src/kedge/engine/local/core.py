@@ -4,8 +4,6 @@ An error in one request's own parts (its sampling, its text, what is learned fro
 pass that raises ends the requests in its batch.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping

@@ -4,8 +4,6 @@ Neither may cost other requests anything: both are bounded, their blocks are giv
 and while requests wait for their first token they take at most a share of each pass.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter, deque
 from collections.abc import Callable

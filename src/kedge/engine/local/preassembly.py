@@ -6,8 +6,6 @@ one placeholder at a time, and whenever a real request could run it stands back.
 request's then. Of one that was wasted or given back, exact ones stay cached.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter, deque

@@ -4,8 +4,6 @@ and room for a sequence and plans where the tokens of its prompt come from, and 
 Whatever is raised on behalf of one request while its answer is drawn ends that request, and nothing else.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

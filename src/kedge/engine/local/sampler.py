@@ -1,7 +1,5 @@
 """Drawing the next tokens of a pass: one batched operation for all of its requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

@@ -6,8 +6,6 @@ chain of operations. Where the two are far apart, something is wrong with what t
 is computed before its first token is drawn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

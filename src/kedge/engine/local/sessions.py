@@ -2,8 +2,6 @@
 the fixed part of every agent's prompt (KVFlow, section 3.3).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """The engine's process: it runs an engine, carries out the calls that arrive and sends the results."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

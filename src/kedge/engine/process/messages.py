@@ -1,7 +1,5 @@
 """The messages between a program and its engine's process, sent as pickled lists."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import dataclass
 from typing import Any

@@ -8,8 +8,6 @@ One block in k stands for k, in a cache of a k-th of the size. A block's hash sa
 in every prompt that has it, and prompts of any length are seen.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterable, Mapping

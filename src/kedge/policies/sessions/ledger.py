@@ -3,8 +3,6 @@
 Every engine has the same ledger. It gives the chains of prompts, and applies what `advance` returns to its own cache.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -3,8 +3,6 @@
 A session is a chain of blocks that grows, pauses and comes back: one agent's reasoning with its tools, or a chat.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from collections import Counter, deque

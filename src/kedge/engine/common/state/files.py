@@ -10,8 +10,6 @@ names, and only what it does not name is deleted. So a process may be killed at 
 it held, a damaged manifest all: it is logged, and learned again.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -4,8 +4,6 @@ The guard's records are part of a snapshot, one record for each workflow of a na
 guard that is in another process than the anchors have a folder of their own.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -5,8 +5,6 @@ A model that uses an external attention function passes it everything that its s
 silently ignored can mean a wrong answer, so only those listed here are ignored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

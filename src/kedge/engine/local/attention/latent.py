@@ -10,8 +10,6 @@ are computed from its rows, for the length of one call.
 The module runs unchanged. What it projects is noted on the way, before it calls its attention function.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

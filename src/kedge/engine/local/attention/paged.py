@@ -5,8 +5,6 @@ which Transformers passes on as a keyword argument, maps tokens to sequences: a 
 of it, with its context, and which of it each query sees.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

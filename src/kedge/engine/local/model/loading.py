@@ -2,8 +2,6 @@
 it and of an engine's saved state: digests of all that KV depends on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

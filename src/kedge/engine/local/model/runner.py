@@ -1,7 +1,5 @@
 """Running one flattened batch through a Transformers model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
