@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kv import row_by_row
 from tests.kv.triton_device import DEVICE, on_gpu, seconds
 
 attention_kernel = pytest.importorskip("kedge.kv.attention_kernel", reason="Triton is not installed")
@@ -26,37 +27,6 @@ SHAPES = {
 }
 LENGTHS = [1, 17, 64, 383]
 SCALE = 0.3
-
-
-def attended(
-    query: Tensor, keys: Tensor, values: Tensor, table: Tensor, owners: Tensor, lengths: Tensor, *how: Any
-) -> Tensor:
-    """[rows, heads, dim] in float64, row by row."""
-    rows = []
-    for one, blocks, length in zip(query, table[owners].long(), lengths.tolist(), strict=True):
-        slots = (blocks[:, None] * BLOCK + torch.arange(BLOCK, device=DEVICE)).flatten()[:length]
-        rows.append(expected(one, keys, values, slots, *how))
-    return torch.stack(rows)
-
-
-def expected(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    window: int | None,
-    cap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """One row: query [heads, dim] over the slots of its context."""
-    sinks = torch.full((len(query), 1), -torch.inf, device=query.device) if sinks is None else sinks[:, None]
-    if window:
-        slots = slots[-window:]
-    group = len(query) // keys.shape[1]
-    keys, values = (x[slots].double().repeat_interleave(group, dim=1) for x in (keys, values))
-    scores = torch.einsum("hd,khd->hk", query.double(), keys) * SCALE
-    weights = (cap * (scores / cap).tanh() if cap else scores).exp()
-    return torch.einsum("hk,khd->hd", weights / (weights.sum(-1, keepdim=True) + sinks.double().exp()), values)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -79,7 +49,7 @@ def test_every_row_sees_its_own_context(
     out = attend(query, keys, values, *where, BLOCK, SCALE, window, cap, sinks)
 
     assert out.dtype == dtype
-    wanted = attended(query, keys, values, *where, window, cap, sinks)
+    wanted = row_by_row.attend(query.double(), keys, values, *where, BLOCK, SCALE, window, cap, sinks)
     torch.testing.assert_close(out.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -108,7 +78,7 @@ def test_rows_of_a_sequence_share_its_context(
 
     out = attend(query, keys, values, *where, BLOCK, SCALE, window, cap, sinks, together=True)
 
-    wanted = attended(query, keys, values, *where, window, cap, sinks)
+    wanted = row_by_row.attend(query.double(), keys, values, *where, BLOCK, SCALE, window, cap, sinks)
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
@@ -163,7 +133,7 @@ def test_attention_over_long_contexts(
     where = contexts(rows, sequences, 8192, 600)
     together = sequences < rows
     got = attend(query, keys, values, *where, BLOCK, SCALE, window, None, None, together=together)
-    wanted = attended(query, keys, values, *where, window)
+    wanted = row_by_row.attend(query.double(), keys, values, *where, BLOCK, SCALE, window)
     torch.testing.assert_close(got.double(), wanted, atol=LARGE_TOLERANCE[dtype], rtol=LARGE_TOLERANCE[dtype])
 
 
@@ -176,7 +146,7 @@ def test_attention_in_a_pool_of_more_numbers_than_31_bits_count(record_property:
     table, owners, lengths = contexts(64, 64, 8192, 600)
     table += blocks - 600
     got = attend(query, keys, values, table, owners, lengths, BLOCK, SCALE, None, None, None)
-    wanted = attended(query, keys, values, table, owners, lengths, None)
+    wanted = row_by_row.attend(query.double(), keys, values, table, owners, lengths, BLOCK, SCALE, None)
     torch.testing.assert_close(got.double(), wanted, atol=2e-2, rtol=2e-2)
 
     lengths.fill_(8192)

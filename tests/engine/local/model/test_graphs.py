@@ -26,6 +26,7 @@ from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.types import Namespace
 from tests.engine.local.conftest import DEVICE, FAMILIES, tiny_model
 from tests.engine.local.model.test_architectures import model_of
+from tests.kv import row_by_row
 
 BLOCK = 16
 
@@ -54,27 +55,7 @@ class Graphs:
         return replay, result
 
 
-def row_by_row(
-    query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, owners: Tensor, lengths: Tensor,
-    block_size: int, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None,
-    *, together: bool,  # noqa: ARG001 (how it is computed, not what)
-) -> Tensor:  # fmt: skip
-    """What the kernel does, row by row."""
-    group, rows = query.shape[1] // keys.shape[1], []
-    for one, row, length in zip(query, blocks[owners], lengths.tolist(), strict=True):
-        slots = (row[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
-        slots = slots[-window:] if window else slots
-        key, value = (pool[slots].repeat_interleave(group, dim=1) for pool in (keys, values))
-        scores = torch.einsum("hd,khd->hk", one, key) * scaling
-        scores = softcap * (scores / softcap).tanh() if softcap else scores
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None]], dim=-1)
-        weights = scores.softmax(-1)[:, : len(slots)]
-        rows.append(torch.einsum("hk,khd->hd", weights, value))
-    return torch.stack(rows)
-
-
-attend: Attend = row_by_row
+attend: Attend = row_by_row.attend
 if DEVICE.type != "cpu":
     from kedge.kv.attention_kernel import attend
 
