@@ -1,12 +1,14 @@
 """`kedge demo`: what it makes of two modes' answers, and what it shows and writes."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import pytest
 
 from kedge.bench.demo import TeamScore, compared
 from kedge.runner.run import AgentResult, RunResult
-from kedge.types import AgentId
+from kedge.types import AgentId, RunId
 from kedge.workloads.base import Question
 from kedge.workloads.miniature import MATH
 from tests.cli.commands import measured
@@ -19,8 +21,8 @@ def score(*finals: str, translated: int = 0) -> TeamScore:
     def result(agent: AgentId, text: str) -> AgentResult:
         return AgentResult(agent, 0, completion(text, translated=translated, computed=10 - translated))
 
-    *others, last = (one.id for one in MATH.agents)
-    runs = [RunResult("r", (*(result(one, "7") for one in others), result(last, text)), 1.0) for text in finals]
+    *others, last = (AgentId(one.id) for one in MATH.agents)
+    runs = [RunResult(RunId("r"), (*(result(one, "7") for one in others), result(last, text)), 1.0) for text in finals]
     return TeamScore(MATH, [(Question("?", "7"), run) for run in runs])
 
 

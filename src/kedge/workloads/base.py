@@ -1,5 +1,7 @@
 """Workloads: questions, a team that answers them, and a score."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

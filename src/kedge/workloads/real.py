@@ -1,5 +1,7 @@
 """Tasks of real text that come with the package, by name: GSM8K, and reading paragraphs of XQuAD."""
 
+from __future__ import annotations
+
 import json
 import random
 from collections.abc import Callable

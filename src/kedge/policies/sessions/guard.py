@@ -39,13 +39,13 @@ class StepShadow:
     def access(self, owner: Hashable, chain: Chain) -> int:
         """Return how many leading blocks of a prompt of `owner` are hits, and make all of it its history."""
         hits = leading(chain, self._owners)
-        self._own(owner, chain[: self._capacity])
+        self._hold(owner, chain[: self._capacity])
         self._make_room(owner)
         return hits
 
     def own(self, owner: Hashable, chain: Chain) -> None:
         """Make what is cached of `chain` the history of `owner`."""
-        self._own(owner, chain[: leading(chain, self._owners)])
+        self._hold(owner, chain[: leading(chain, self._owners)])
 
     def move(self, owner: Hashable, step: float | None) -> None:
         """Set the step of an owner; None: nothing is expected of it any more."""
@@ -55,13 +55,13 @@ class StepShadow:
         else:
             self._steps[owner] = step
 
-    def _own(self, owner: Hashable, chain: Chain) -> None:
-        for block in chain:
+    def _hold(self, owner: Hashable, blocks: Chain) -> None:
+        for block in blocks:
             self._owners[block] += 1
             self._free.pop(block, None)
         self._disown(owner)
-        if chain:
-            self._chains[owner] = list(chain)
+        if blocks:
+            self._chains[owner] = list(blocks)
 
     def _disown(self, owner: Hashable) -> None:
         for block in reversed(self._chains.pop(owner, [])):

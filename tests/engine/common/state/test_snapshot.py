@@ -147,10 +147,7 @@ CHANGED = DecisionComparison({DecisionKind.FAR: True}, 1.0)
 
 def asked(workflow: str, agent: str = "solver", tenant: str = "default") -> GenerateRequest:
     value = Segment((1, 2), "question", SampleId.parse("input_question@0"))
-    return GenerateRequest(
-        (value,), reuse=ReuseMode.TRANSLATE, tenant=tenant, workflow=workflow,
-        agent=agent,
-    )  # fmt: skip
+    return GenerateRequest((value,), reuse=ReuseMode.TRANSLATE, tenant=tenant, workflow=workflow, agent=agent)
 
 
 @contextmanager
