@@ -3,8 +3,6 @@
 Pools fill as they do in use. `kedge bench fidelity` compares answers that are forced to those of dense prefill.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commands of the benchmarks: `kedge bench ttft`, `workflow`, `guard` and `accuracy`."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any

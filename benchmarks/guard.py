@@ -4,8 +4,6 @@ A fault is put into the last agent's translation, once that is proved: into how 
 what is stored, or by questions of another task. A call is one of that agent.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

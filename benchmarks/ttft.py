@@ -7,8 +7,6 @@ its first token counts. Beside each time stands its floor: the bytes that must m
 as a copy of the same run measures it.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

@@ -6,8 +6,6 @@ blocks. Its cache, order of service and learning are Kedge's own. Sessions share
 themselves: every play of a conversation has blocks of its own.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

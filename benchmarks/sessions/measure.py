@@ -1,7 +1,5 @@
 """All that is measured of sessions: hit rates in every column, the closed loop, and costs (`kedge bench sessions`)."""
 
-from __future__ import annotations
-
 import gc
 import heapq
 import statistics

@@ -5,8 +5,6 @@ criterion's thresholds are opened, its work stays in the clock. Stock vLLM is me
 prefixes in its cache, and with an empty cache, which is dense prefill.
 """
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Commands, as a terminal runs them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

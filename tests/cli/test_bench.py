@@ -1,7 +1,5 @@
 """`kedge bench`: quick forms, what a checkout adds, and what measurements write and show on 80 columns."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kedge inspect`: the verdict on models of several kinds, and a workflow's graph."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

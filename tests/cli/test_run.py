@@ -1,7 +1,5 @@
 """`kedge run` on the echo engine: what it shows, what it writes, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """`kedge serve`: what it makes of its options, without opening a port."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterator

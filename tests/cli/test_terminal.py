@@ -1,7 +1,5 @@
 """Whatever a command shows fits 80 columns: nothing is cut, and no word or number is broken."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A team of two agents as plain token prompts: a solver reads a question, a judge reads it and the solver's answer."""
 
-from __future__ import annotations
-
 from random import Random
 
 from kedge.types import Tokens

@@ -1,7 +1,5 @@
 """Agents, templates and shared text are found in plain prompts, and only in those of one's own namespace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Interleaved runs of one agent or team are told apart by what they read; what does not tell links nothing."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush

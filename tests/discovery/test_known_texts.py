@@ -1,7 +1,5 @@
 """Known texts are found in prompts, as they are or with their ends joined with what is around them."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """Plain requests are completed as far as the settings allow; what a client says stays."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

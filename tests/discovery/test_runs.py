@@ -1,7 +1,5 @@
 """Who calls after whom is learned from calls as they come, alone or interleaved, and runs are told apart."""
 
-from __future__ import annotations
-
 from operator import itemgetter
 from random import Random
 

@@ -1,7 +1,5 @@
 """Templates are learned from prompts side by side, and filled by prompts that follow them."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

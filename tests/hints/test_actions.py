@@ -1,7 +1,5 @@
 """Every action that a client asks for gets an outcome, and none is an error."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

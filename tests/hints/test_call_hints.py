@@ -1,7 +1,5 @@
 """Every dialect says the same thing, and nothing that a client says is an error or goes uncounted."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What work is expected to cost: recovered from what was observed, whatever else the machine did meanwhile."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Lists of holes against sets of positions."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

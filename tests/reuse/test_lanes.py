@@ -1,7 +1,5 @@
 """Lanes of waiting prompts: what fits, what is cut, and that every prompt is admitted in the end."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

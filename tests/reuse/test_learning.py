@@ -1,7 +1,5 @@
 """Which prompts are learned from, when, and what background work may take beside requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is translated of a prompt, and what is computed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

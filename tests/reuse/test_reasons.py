@@ -1,7 +1,5 @@
 """Every computed segment has a reason, and where a prompt's segments and sources meet."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate, pairwise
 

@@ -1,7 +1,5 @@
 """Which prompts are learned from, and which base KV is asked for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from operator import mul
 from typing import Any

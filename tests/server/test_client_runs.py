@@ -1,7 +1,5 @@
 """Runs that clients drive call by call: templates that the server fills, and prompts that are expected."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Needs playwright and a Chromium: `CHROMIUM` names its program, else one on the PATH is taken.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

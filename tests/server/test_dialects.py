@@ -4,8 +4,6 @@ Whatever a session once had in it, its next turn is answered. Parameters of othe
 name, or named in the answer as ignored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What goes wrong: bad bodies, clients that go away, long steps; whatever it is, all is counted and given back."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

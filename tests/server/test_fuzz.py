@@ -3,8 +3,6 @@
 A few cases for every operation and both engines, with the hooks of `scripts/fuzz_api.py`, which runs ten thousand.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hints over HTTP: a client is told what was understood, and hints without a prompt have bounds of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The dashboard's memory against a naive twin: what it tells, whose it is, and that it does not grow."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

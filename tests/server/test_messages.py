@@ -1,7 +1,5 @@
 """What a client is told of a wrong value: the field that it sent, and what is accepted there."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Who may be meant by a call, and in what types bodies come: no page of another site does anything here."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """How a server ends, by itself or with its engine: what may finish, what does not is told, nothing new is taken."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

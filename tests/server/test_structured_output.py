@@ -1,7 +1,5 @@
 """Structured output on the bundled model: whatever it would rather say, its answers conform."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Keys, limits, and that a tenant is what the server authenticated."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Workflows over HTTP: registered, drawn, run, cancelled, and driven call by call."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

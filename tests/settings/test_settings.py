@@ -1,7 +1,5 @@
 """File < environment < flags, and every bad value named."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

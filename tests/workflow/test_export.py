@@ -1,7 +1,5 @@
 """Exported graphs, read back: every node and edge is there, whatever the names are."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The board against a naive model, and a run that is followed from its start to its end."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Validation of workflows, order and what a step reads."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

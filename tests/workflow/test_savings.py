@@ -1,7 +1,5 @@
 """The estimate of what prompts would save, on a tokenizer whose tokens are characters: every count is one by hand."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

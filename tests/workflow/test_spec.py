@@ -1,7 +1,5 @@
 """Workflow files: good ones build what Python builds, bad ones name file, key and value."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

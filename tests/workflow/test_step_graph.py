@@ -1,7 +1,5 @@
 """Steps-to-execution against a naive fixed point and against a simulated run, and what is refused at load time."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

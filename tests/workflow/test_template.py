@@ -1,7 +1,5 @@
 """Parsing of placeholders and compilation to segments, on a tokenizer whose token ids are characters."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

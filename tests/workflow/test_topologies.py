@@ -1,7 +1,5 @@
 """Who hears whom, and the prompts that follow from it."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

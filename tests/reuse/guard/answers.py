@@ -1,7 +1,5 @@
 """Answers with log-probabilities, for tests of the guard."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

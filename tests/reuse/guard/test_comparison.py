@@ -1,7 +1,5 @@
 """Two answers to one prompt: what counts as changed, and what is not a number."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

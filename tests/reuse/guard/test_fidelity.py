@@ -1,7 +1,5 @@
 """How an agent's translation is proved: bounds of a mean, the rung that serves, and proofs as data."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Sequence

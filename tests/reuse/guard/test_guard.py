@@ -1,7 +1,5 @@
 """The guard of an engine: orders, which calls are checked, what a receipt says, and bounds."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

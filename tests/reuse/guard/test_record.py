@@ -1,7 +1,5 @@
 """A placeholder's state: how evidence moves it, how often it is wrong, and errors of sentinel tokens."""
 
-from __future__ import annotations
-
 import math
 from math import comb, exp
 from typing import Any

@@ -3,8 +3,6 @@
 `read` is beside it what the model is to read of it, as Transformers' chat templates have it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple

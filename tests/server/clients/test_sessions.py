@@ -3,8 +3,6 @@
 The oracle is Transformers: every prompt has the tokens of its chat template's rendering of what the model is to read.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import deque

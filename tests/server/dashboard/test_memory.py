@@ -1,7 +1,5 @@
 """What the page makes of what it is told, without a browser: `memory.js` in Node."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

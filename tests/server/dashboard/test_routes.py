@@ -1,7 +1,5 @@
 """The dashboard over HTTP: the page, what each tenant is told, and the reports on plain traffic and the guard."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

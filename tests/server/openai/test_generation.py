@@ -1,7 +1,5 @@
 """OpenAI's own client against a real server, whole and streamed, the events byte by byte, and log-probabilities."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 conversation at once.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 from typing import Any

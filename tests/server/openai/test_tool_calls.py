@@ -1,7 +1,5 @@
 """Tools: what the model is told of them, what its calls are read as, and the conversation that goes on."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One line for everything that happens, and whose call it was."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

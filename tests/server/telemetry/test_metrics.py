@@ -1,7 +1,5 @@
 """What `/metrics` has of a server, by tenant, and of its engine's cache and guard, which is never waited for long."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Mapping

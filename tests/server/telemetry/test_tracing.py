@@ -1,7 +1,5 @@
 """Spans as OpenTelemetry's own SDK sees them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks as requests: what they ask for, and what they leave alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The guard between an engine and its clients: faults are found, and a client sees nothing of how."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

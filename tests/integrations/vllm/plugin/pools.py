@@ -1,7 +1,5 @@
 """vLLM's block pools as its scheduler uses them, without an engine."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

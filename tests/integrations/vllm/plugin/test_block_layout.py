@@ -1,7 +1,5 @@
 """Layouts that are found by writing, whatever vLLM's own ops for the CPU have here, and writers that are refused."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Look-ups of prompts in a pool, and what a hit of several KV cache groups needs, against vLLM's own longest hit."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

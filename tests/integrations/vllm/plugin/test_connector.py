@@ -1,7 +1,5 @@
 """What the connector decides on its own: how much of a GPU's memory anchors may take; and its settings."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

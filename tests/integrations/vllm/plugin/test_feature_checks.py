@@ -1,7 +1,5 @@
 """Parts that are switched off where vLLM or the model is not as expected. No engine is started."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

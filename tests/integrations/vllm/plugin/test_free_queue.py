@@ -1,7 +1,5 @@
 """The free queue against a naive twin that sorts all blocks, and its own integrity check."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Hints become a request with hints; none of them can be an error."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

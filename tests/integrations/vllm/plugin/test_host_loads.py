@@ -1,7 +1,5 @@
 """Loads from the host: which, in which order, over what and how long a request waits; and prefetches by forecast."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from types import SimpleNamespace

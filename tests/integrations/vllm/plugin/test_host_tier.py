@@ -1,7 +1,5 @@
 """The host tier on vLLM's own block pools: copies that land or are dropped, in any order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

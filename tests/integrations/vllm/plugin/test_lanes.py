@@ -2,8 +2,6 @@
 one of them. And requests that wait for lanes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace

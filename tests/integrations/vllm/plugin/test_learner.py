@@ -1,7 +1,5 @@
 """What a rank looks for in a step: nothing, once it has found nothing and nothing has come since."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The plug-in's statistics: what is reported when, and over several of vLLM's steps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Sessions on vLLM's own block pools, without an engine: turns of any length, in any order, that end in any way."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

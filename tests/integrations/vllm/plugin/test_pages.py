@@ -1,7 +1,5 @@
 """Pages of several layouts against a plain tensor, and the check of the rotation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

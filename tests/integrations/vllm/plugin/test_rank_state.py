@@ -1,7 +1,5 @@
 """The saved state of one rank: no step waits for a disk, and a model is known by its weights."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from types import SimpleNamespace

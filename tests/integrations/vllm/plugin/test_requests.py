@@ -1,7 +1,5 @@
 """The receipt of a finished request, as it leaves vLLM; and what the workers say of a step, merged over the ranks."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """vLLM's waiting requests in the order of service: as its own where all fits, and on a real engine past that."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a rank measures of a step: its pass, and nothing else; and the views of its pages that it copies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
