@@ -62,7 +62,7 @@ async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress
     pools = {"capacity": settings.samples + settings.repeats, "min_anchors": settings.samples}
     anchors = {**OPEN, **pools, "max_bytes": 8 << 30, "max_base_bytes": 4 << 30}
     free = {"planner": {"by_cost": False}, "guard": {"fidelity": "any"}}
-    ours = {"anchors": anchors, **free, "max_captures": 2 * settings.agents}
+    ours = {"anchors": anchors, **free}
     with ExitStack() as stack:
         progress("team: starting vLLM twice")
         stock = stack.enter_context(VllmLane(model, room, None))

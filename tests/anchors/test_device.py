@@ -125,6 +125,24 @@ def test_a_value_is_matched_with_few_waits_and_judged_without_the_device() -> No
     assert (Machine.ops, Machine.waits) == (ops, waits)
 
 
+def test_what_a_device_is_waited_for_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass may be under way there, which is no time of the translation's."""
+    now, run = [0.0], Machine.run
+
+    def slow(*given: Any) -> Any:
+        before, result = Machine.waits, run(*given)
+        now[0] += Machine.waits - before
+        return result
+
+    monkeypatch.setattr(Machine, "run", staticmethod(slow))
+    monkeypatch.setattr("kedge.anchors.store.time.monotonic", lambda: now[0])
+    for seed in (2, 30):
+        store = learned(TOKEN)
+        began, waited = now[0], store.waited
+        assert store.estimate(SLOT, value(seed)).shareable
+        assert store.waited - waited == now[0] - began > 0
+
+
 def test_a_kernel_is_given_nothing_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it reads of all segments is sent at once."""
     given: list[tuple[Tensor, Tensor, Tensor]] = []

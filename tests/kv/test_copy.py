@@ -1,6 +1,7 @@
 """Copies between the tiers, and the contract of a copier."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,16 @@ def test_submit_does_not_wait_and_loads_go_before_offloads(monkeypatch: pytest.M
     done = drained(copier, ended, 2)
     assert [one.copy_id for one in done] == [0, 2, 1]
     assert [one.seconds for one in done] == pytest.approx([0.1] * 3), "the throttle is in a copy's time, the queue not"
+
+
+def test_the_pass_that_a_copy_waits_for_is_no_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Semaphore(0)
+    copier = PoolCopier(filled(), SIZE, throttle=0.05, on_copied=ended.release)
+    clock = VirtualTime(monkeypatch, copier)
+    monkeypatch.setattr(copier, "_now", lambda: SimpleNamespace(synchronize=lambda: clock.wait(30.0)))
+    copier.submit(Copy(0, Direction.LOAD, (1, 2), (3, 4)))
+    [one] = drained(copier, ended, 1)
+    assert one.seconds == pytest.approx(0.1) and clock.perf_counter() == pytest.approx(30.1)
 
 
 def test_a_copy_in_a_hurry_goes_before_the_rest_of_one_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,15 +18,16 @@ FIRST, SECOND = (GenerateRequest((), run=RunId(name)).run_key for name in ("firs
 
 
 class Books:
-    """A backlog of two prompts at most, whose `learned` segments, ended prompts and forgotten runs are noted."""
+    """A backlog of two at most, whose `learned` segments, ended prompts and forgotten runs are noted."""
 
     def __init__(self) -> None:
         self.lacking = set[str]()
         self.learned, self.over, self.forgotten = list[str](), list[str](), list[RunKey]()
         self.backlog = Backlog[str](self.forgotten.append, lambda one: one not in self.lacking, self.over.append, 2)
 
-    def add(self, name: str, run: RunKey, segments: int = 2, error: Exception | None = None) -> None:
-        self.backlog.add(name, run, self._steps(name, segments, error))
+    def add(self, name: str, run: RunKey, segments: int = 2, error: Exception | None = None, size: int = 1) -> None:
+        if self.backlog.has_room(size):
+            self.backlog.add(name, run, self._steps(name, segments, error), size)
 
     def _steps(self, name: str, segments: int, error: Exception | None) -> Iterator[Any]:
         for _ in range(segments):
@@ -44,6 +45,14 @@ def test_the_oldest_prompt_is_learned_from_segment_by_segment_and_given_up_beyon
     while books.backlog.step():
         pass
     assert books.learned == ["b", "b", "c", "c"] and books.over == ["a", "b", "c"] and books.backlog.observed == 2
+
+
+def test_prompts_give_way_by_their_size_and_none_to_one_that_is_too_large() -> None:
+    books = Books()
+    for name, size in (("a", 1), ("b", 1), ("c", 3), ("d", 2)):
+        books.add(name, FIRST, size=size)
+        assert list(books.backlog) == {"a": ["a"], "b": ["a", "b"], "c": ["a", "b"], "d": ["d"]}[name]
+    assert books.over == ["a", "b"]
 
 
 def test_one_without_its_base_kv_waits_and_goes_on_once_it_has_begun() -> None:

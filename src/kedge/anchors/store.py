@@ -123,7 +123,9 @@ class AnchorStore:
         query, block = self._query(sample), pool.block(ids)
 
         def propose() -> tuple[Proposal, int | None]:
+            began = time.monotonic()
             known = pool.find(query)
+            self.waited += time.monotonic() - began
             same = ids.index(known.id) if known is not None and known.id in ids else None
             proposal, began = self._estimator.propose(query, block, same), time.monotonic()
             proposal = proposal.on_cpu()

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,10 +22,10 @@ Pools = Sequence[tuple[Tensor, Tensor]]
 
 
 def host_pools(device: PagedStorage, num_blocks: int) -> Pools:
-    """Return keys and values of new host slots with those of the device; pinned where that is a GPU."""
+    """Return keys and values of new host slots with those of the device."""
     layers, _, *token = device.keys.shape
-    new = partial(torch.empty, (layers, num_blocks * device.block_size, *token), pin_memory=device.keys.is_cuda)
-    return [(new(dtype=pool.dtype), pool) for pool in (device.keys, device.values)]
+    shape = layers, num_blocks * device.block_size, *token
+    return [(torch.empty(shape, dtype=pool.dtype), pool) for pool in (device.keys, device.values)]
 
 
 @dataclass(slots=True)
@@ -50,8 +49,8 @@ class PoolCopier:
     """A copier with its own thread, as `kedge.cache.Copier` specifies: urgent copies first, then loads, then offloads.
     It copies piece by piece, so that a running copy delays an urgent one by at most a piece.
 
-    On a GPU it uses its own stream, ordered after all work started before `submit`. On the CPU it copies with one
-    thread only, since the model needs the others.
+    On a GPU it uses its own stream, after all work started before `submit`, and pins the host's memory. On the CPU it
+    copies with one thread only, since the model needs the others.
     """
 
     def __init__(
@@ -69,6 +68,9 @@ class PoolCopier:
         self._pools, self._block_size, self._throttle, self._on_copied = pools, block_size, throttle, on_copied
         self._cuda = pools[0][1].is_cuda
         self._stream = torch.cuda.Stream(pools[0][1].device) if self._cuda else None
+        for host, _ in pools if self._cuda else ():  # with `pin_memory` PyTorch would take the next power of two
+            if (error := torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)).value:
+                logger.warning("copies will be slow: %s bytes of the host cannot be pinned: %s", host.nbytes, error)
         block_bytes = sum(device[:, :block_size].nbytes for _, device in pools)
         self._piece = max(1, (GPU_PIECE if self._cuda else PIECE) // block_bytes)
         self._orders: dict[int, _Order] = {}
@@ -110,6 +112,8 @@ class PoolCopier:
             self._closed.set()
             self._changed.notify()
         self._thread.join()
+        for host, _ in self._pools if self._cuda else ():
+            torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def _now(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self._stream.device).record_event() if self._stream else None
@@ -132,9 +136,11 @@ class PoolCopier:
 
     def _advance(self, order: _Order) -> Copied | None:
         """Copy the next piece. Returns the end of the copy where that was its last one."""
-        began = time.perf_counter()
         piece = slice(order.done, order.done + self._piece)
         try:
+            if order.after:  # no time of the copy's: a pass may be under way
+                order.after.synchronize()
+            began = time.perf_counter()
             self._copy(order, piece)
         except Exception:  # whatever a driver raises: the cache counts it and computes the blocks
             logger.exception("copy %s failed", order.copy.copy_id)
@@ -151,8 +157,6 @@ class PoolCopier:
         runs = block_runs(order.copy.sources[piece], order.copy.targets[piece])
         is_load = order.copy.direction is Direction.LOAD
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            if self._stream and order.after:
-                self._stream.wait_event(order.after)
             for host, device in self._pools:
                 source, target = (host, device) if is_load else (device, host)
                 copy_slots = _copy_by_layer if self._cuda else _copy_on_one_thread

@@ -34,6 +34,7 @@ class PendingPrompt(Generic[H]):
     holder: H
     run: RunKey
     steps: Iterator[Placed]
+    size: int
     is_begun: bool = False
 
 
@@ -43,8 +44,8 @@ class Backlog(Generic[H]):
     def __init__(
         self, forget_run: Callable[[RunKey], None], is_ready: Callable[[H], bool], over: Callable[[H], None], most: int
     ) -> None:
-        """Keep at most `most` prompts. `is_ready`: the base KV that learning from a prompt needs is there; `over` is
-        called when it is learned from, or never will be. `forget_run` forgets what a run shared.
+        """Keep prompts of `most` in all, by their sizes. `is_ready`: the base KV that learning from a prompt needs is
+        there; `over` is called when it is learned from, or never will be. `forget_run` forgets what a run shared.
         """
         self._forget_run, self._is_ready, self._over, self._most = forget_run, is_ready, over, most
         self._waiting: deque[PendingPrompt[H]] = deque()
@@ -58,11 +59,15 @@ class Backlog(Generic[H]):
     def __iter__(self) -> Iterator[H]:
         return (one.holder for one in self._waiting)
 
-    def add(self, holder: H, run: RunKey, steps: Iterator[Placed]) -> None:
-        """Take a prompt. Each of the `steps` measures a segment."""
-        self._waiting.append(PendingPrompt(holder, run, steps))
-        if len(self._waiting) > self._most:
+    def has_room(self, size: int) -> bool:
+        """Give up the oldest prompts until one more of `size` may be kept. Returns False for one that is too large."""
+        while size <= self._most < size + sum(one.size for one in self._waiting):
             self.give_up(self._waiting[0].holder)
+        return size <= self._most
+
+    def add(self, holder: H, run: RunKey, steps: Iterator[Placed], size: int = 1) -> None:
+        """Take a prompt, for which there `has_room`. Each of the `steps` measures a segment."""
+        self._waiting.append(PendingPrompt(holder, run, steps, size))
 
     @property
     def ready(self) -> bool:

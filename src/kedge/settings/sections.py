@@ -275,10 +275,6 @@ class VllmSettings(SettingsSection):
     model_config = ConfigDict(extra="allow")
     section = "engine.vllm"
 
-    max_captures: PositiveInt = 8
-    """Prompts whose KV may be kept on the device, beside vLLM's own, until the base KV of their values is there. One
-    per agent of a workflow is enough."""
-
     @property
     def arguments(self) -> dict[str, Any]:
         """The engine arguments of vLLM that were set."""

@@ -131,6 +131,7 @@ class EngineCore:
         began = time.monotonic()
         try:
             whole = self.parts.runner.forward(flatten(work, self.parts.storage))
+            whole[0, 0].item()  # a GPU has finished only once a result has been read
             logits = whole.split([item.logit_rows for item in work])
         except Exception as error:  # such as out of memory: requests outside of this batch are still served
             logger.exception("a batch of %s sequences failed", len(work))
@@ -151,10 +152,9 @@ class EngineCore:
                 self.scheduler.done(sequence)
         self.requests.go_on([(one, row) for one, row in ready if isinstance(one, RequestSequence)])
         tokens, seconds = sum(len(item.positions) for item in work), time.monotonic() - began
-        if ready:  # a GPU has certainly finished only once a result has been read
-            self.parts.costs.observe_pass(tokens, len(work), seconds)
-            if tokens >= FEW:  # the fixed cost dominates smaller ones
-                self.parts.cache.observe_compute(tokens, seconds)
+        self.parts.costs.observe_pass(tokens, len(work), seconds)
+        if tokens >= FEW:  # the fixed cost dominates smaller ones
+            self.parts.cache.observe_compute(tokens, seconds)
         return None
 
     def _refuted(self, sequences: Iterable[Sequence]) -> list[RequestSequence]:

@@ -55,7 +55,7 @@ class Learning:
         assert plan is not None and table is not None
         read = partial(self._storage.read, table)
         self._provide_bases(sequence, read)
-        if self._runtime.wants_harvest(request, plan):
+        if self._runtime.wants_harvest(request, plan) and self.backlog.has_room(1):
             self.backlog.add(sequence, request.run_key, self._runtime.observe(request, read, plan))
 
     def finished(self, sequence: RequestSequence) -> None:

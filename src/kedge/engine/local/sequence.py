@@ -268,7 +268,7 @@ def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
     device = storage.keys.device
     tables = [item.sequence.table for item in work if item.sequence.table is not None]
     tokens = [item.sequence.tokens[p] for item in work for p in item.positions]
-    positions = torch.tensor([p for item in work for p in item.positions])
+    positions = torch.tensor([p for item in work for p in item.positions], device=device)
     slots = torch.cat([table.slots[torch.tensor(item.positions)] for item, table in zip(work, tables, strict=True)])
     slices: list[SequenceSlice] = []
     logits_rows: list[int] = []
@@ -280,7 +280,7 @@ def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
             stop=stop,
             runs=table.runs(0, context),
             context=context,
-            positions=positions[start:stop].to(device),
+            positions=positions[start:stop],
             contiguous=item.positions[0] == context - len(item.positions),
         )
         slices.append(one)
@@ -288,7 +288,7 @@ def flatten(work: Many[Work], storage: PagedStorage) -> Batch:
         start = stop
     return Batch(
         tokens=torch.tensor(tokens, device=device),
-        positions=positions.to(device),
+        positions=positions,
         slots=slots.to(device),
         sequences=slices,
         logits_rows=torch.tensor(logits_rows, device=device),

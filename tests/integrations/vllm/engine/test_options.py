@@ -125,8 +125,7 @@ def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pyte
     assert seen == [options.KeepingOptions(Path("kept"), {"acme": Quota(5, 1 << 20)})]
     found = PluginSettings.model_validate(options.plugin_settings(EngineSettings(backend="vllm"), seen[0]))
     assert found.state == tmp_path / "kept"
-    own = {"max_captures": 2}
-    config = EngineSettings(backend="vllm", tiers={"host_memory": "5 blocks"}, anchors={"capacity": 3}, vllm=own)
+    config = EngineSettings(backend="vllm", tiers={"host_memory": "5 blocks"}, anchors={"capacity": 3})
     read = PluginSettings.model_validate(options.plugin_settings(config))
-    assert (read.tiers.host_memory, read.anchors.capacity, read.max_captures) == ("5 blocks", 3, 2)
+    assert (read.tiers.host_memory, read.anchors.capacity) == ("5 blocks", 3)
     assert found.quotas == {"acme": QuotaSettings(anchor_bytes=5, host_memory=1 << 20)}

@@ -18,19 +18,20 @@ from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, S
 
 VALUE = Segment(tuple(range(10, 42)), "value", SampleId(ValueKind.INPUT, "value", 0, "v"), (1,), (2,))
 SEGMENTS = Segment((1, 2, 3, 4), "p0"), VALUE, Segment((5, 6), "p1")
+ROOM = 2 * sum(len(one.tokens) for one in SEGMENTS)
+"""Tokens of prompts that may be learned from"""
 REQUEST = GenerateRequest(SEGMENTS, reuse=ReuseMode.TRANSLATE, run=RunId("r"), agent=AgentId("a"))
 
 
 def kv(start: int, stop: int) -> KVSegment:
-    return KVSegment(torch.ones(1, 1, stop - start, 2), torch.ones(1, 1, stop - start, 2))
+    return KVSegment(torch.ones(1, stop - start, 1, 2), torch.ones(1, stop - start, 1, 2))
 
 
 @pytest.fixture
 def learner() -> Learner:
-    pages: Any = SimpleNamespace(
-        rounding=0.0, kernel_slots=None, table=lambda blocks, **_: blocks, read=lambda _, start, stop: kv(start, stop)
-    )
-    found = Learner(pages, PluginSettings(), EngineCosts(by_cost=False))
+    parts = {"rounding": 0.0, "kernel_slots": None, "bytes_per_token": 16}
+    pages: Any = SimpleNamespace(**parts, table=lambda blocks, **_: blocks, read=lambda _, *part: kv(*part))
+    found = Learner(pages, PluginSettings(anchors={"max_base_bytes": 16 * ROOM}), EngineCosts(by_cost=False))
     found.rotation.trust()
     return found
 
@@ -69,6 +70,27 @@ def test_a_prompt_that_a_check_translates_leaves_base_kv_and_teaches_nothing(lea
     assert not learner.captured
     captured(learner, REQUEST)
     assert list(learner.captured) == [REQUEST]
+
+
+def test_prompts_to_learn_from_take_no_more_memory_than_base_kv(learner: Learner) -> None:
+    others = [replace(REQUEST, request_id=RequestId(name)) for name in "abc"]
+    for one in others:
+        captured(learner, one)
+    assert list(learner.captured) == others[1:]
+    captured(learner, replace(REQUEST, segments=(*SEGMENTS, Segment((7,) * ROOM, "p2"))))
+    assert list(learner.captured) == others[1:], "what has never room takes it from none"
+
+
+def test_while_a_write_is_planned_no_pass_is_waited_for(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured until then."""
+    captured(learner, REQUEST)
+    monkeypatch.setattr(learner._runtime, "needs", lambda _: [])
+    assert learner.is_learning
+    plan: Any = None
+    learner.planned[REQUEST.request_id] = plan
+    assert not learner.is_learning and not learner.learn()
+    learner.drop(REQUEST.request_id)
+    assert learner.is_learning and learner.learn()
 
 
 def test_where_keys_are_rotated_otherwise_nothing_is_kept_of_a_prompt(learner: Learner) -> None:

@@ -1,5 +1,8 @@
 """What a rank measures of a step: its pass, and nothing else; and the views of its pages that it copies."""
 
+from __future__ import annotations
+
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin import worker_side
-from kedge.integrations.vllm.plugin.requests import Orders, TranslationWrite
+from kedge.integrations.vllm.plugin.requests import Capture, Orders, TranslationWrite
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide, pool_views
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import LearningBudget
@@ -148,6 +151,32 @@ def test_a_learner_at_rest_is_left_alone_until_a_step_has_something_for_it(order
     side.before_pass(orders)
     side.after_pass(orders)
     assert learner.asked == asked
+
+
+def test_a_prompt_that_cannot_be_captured_is_captured_and_ends_no_step() -> None:
+    """Its blocks are given back, as vLLM ends with an error of its connector's."""
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())
+    side._learner = learner = SlowLearner(Clock())
+    read = list[int]()
+
+    def capture(order: Capture) -> None:
+        read.append(order.capture_id)
+        if order.capture_id == 1:
+            raise torch.OutOfMemoryError("on purpose")
+
+    learner.capture = capture  # type: ignore[attr-defined]
+    captures = tuple(Capture(GenerateRequest(()), (1,), number) for number in (1, 2))
+    side.after_pass(Orders(scheduled=8, rows=1, captures=captures))
+    assert read == [1, 2] and side.build_connector_worker_meta().captured == {1: 1, 2: 1}
+
+
+def test_what_is_asked_of_a_rank_is_answered_once_its_device_has_done_all() -> None:
+    """A snapshot is read by another thread, whose stream waits for none."""
+    side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())
+    done = list[str]()
+    pages = SimpleNamespace(synchronize=lambda: done.append("all"))
+    side._learner = SimpleNamespace(learned=(None, None), pages=pages)
+    assert side.ask(lambda *_: tuple(done)) == ("all",)
 
 
 # views of a pool of blocks: what layers of several groups lie over is copied once, and all of it ---------------------

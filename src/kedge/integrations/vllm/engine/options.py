@@ -90,7 +90,7 @@ def refuse_foreign(config: EngineSettings) -> None:
 def plugin_settings(config: EngineSettings, keeping: KeepingOptions = NOTHING_KEPT) -> dict[str, Any]:
     """Return the plug-in's settings as plain data for vLLM's processes."""
     sections = {name: getattr(config, name).model_dump() for name in SECTIONS}
-    return {**sections, "max_captures": config.vllm.max_captures, **keeping.settings()}
+    return {**sections, **keeping.settings()}
 
 
 def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *, is_cpu: bool) -> dict[str, Any]:

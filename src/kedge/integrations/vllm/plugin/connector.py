@@ -174,7 +174,7 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
             logger.warning("kedge: translation is off: %s", refused)
             self._refusal = refused.why
             return
-        self._room = anchors.max_bytes + anchors.max_base_bytes
+        self._room = anchors.max_bytes + 2 * anchors.max_base_bytes
         if self._settings.state is not None:
             folder, own = rank_folder(self._settings.state, self._vllm_config), self._settings.anchors
             self.keep_state(open_state(folder, self._vllm_config, own, pages.empty, self.ask))
@@ -237,10 +237,10 @@ setattr(EngineCore, UTILITY, answer)
 
 
 def within_free_memory(anchors: AnchorSettings, device: torch.device) -> AnchorSettings:
-    """Return settings by which anchors and base KV take at most half of what is free on a GPU: vLLM knows nothing of
-    them, and the other half is for its passes.
+    """Return settings by which anchors, base KV and captured prompts, which take as much as base KV, take at most half
+    of what is free on a GPU: vLLM knows nothing of them, and the other half is for its passes.
     """
-    wanted = anchors.max_bytes + anchors.max_base_bytes
+    wanted = anchors.max_bytes + 2 * anchors.max_base_bytes
     most = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else wanted
     if wanted <= most:
         return anchors

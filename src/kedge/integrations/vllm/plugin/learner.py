@@ -58,10 +58,12 @@ class DraftedPrompt(ExpectedPrompt):
 class DraftedPrompts(ExpectedPrompts[DraftedPrompt]):
     """All expected prompts of one rank."""
 
-    def __init__(self, runtime: Runtime, exact_of: Callable[[GenerateRequest], int]) -> None:
-        """`exact_of` returns how many leading tokens of a prompt have exact KV at hand."""
+    def __init__(
+        self, runtime: Runtime, exact_of: Callable[[GenerateRequest], int], clock: Callable[[], float]
+    ) -> None:
+        """`exact_of` returns how many leading tokens of a prompt have exact KV at hand. `clock` is in seconds."""
         super().__init__()
-        self._runtime, self._exact_of = runtime, exact_of
+        self._runtime, self._exact_of, self._clock = runtime, exact_of, clock
 
     def begin(self, request: GenerateRequest) -> DraftedPrompt | None:
         exact = self._exact_of(request)
@@ -82,7 +84,7 @@ class DraftedPrompts(ExpectedPrompts[DraftedPrompt]):
         found = next(filter(self._can_advance, self.expected.values()), None)
         if found is None:
             return False
-        began = time.monotonic()
+        began = self._clock()
         try:
             found.draft = found.draft or self._runtime.planner.draft(
                 found.request, (Span(0, found.exact, Source.DEVICE),)
@@ -92,7 +94,7 @@ class DraftedPrompts(ExpectedPrompts[DraftedPrompt]):
             logger.exception("a prompt of agent %s was not prepared", found.request.agent)
             self.drop(found, Ended.FAILED)
             return True
-        found.seconds += time.monotonic() - began
+        found.seconds += self._clock() - began
         if found.draft.dense:  # what is computed needs no preparation
             self.drop(found, Ended.WASTED)
         return True
@@ -126,7 +128,7 @@ class Learner:
         self.pages, self._costs, self._translate_into = pages, costs, translate_into(pages)
         # Without the time in which a pass under way was waited for: the device was at work then anyway.
         self._clock = lambda: time.monotonic() - anchors.waited
-        self.expected = DraftedPrompts(self._runtime, self._known)
+        self.expected = DraftedPrompts(self._runtime, self._known, self._clock)
         self.planned: dict[RequestId, PlannedWrite] = {}
         """Of requests that are not admitted yet"""
         self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict()
@@ -134,9 +136,11 @@ class Learner:
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict()
         self._harvests: BoundedDict[RequestId, None] = BoundedDict()
         """Requests that are learned from once they are captured: others leave only base KV"""
+        most = settings.anchors.max_base_bytes // pages.bytes_per_token
         self.captured = Backlog[GenerateRequest](
-            self._runtime.end_run, lambda one: not self._runtime.needs(one), lambda _: None, settings.max_captures
+            self._runtime.end_run, lambda one: not self._runtime.needs(one), lambda _: None, most
         )
+        """Prompts to be learned from, whose KV takes as much memory as base KV at most"""
         self.is_at_rest = True
         """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self.rotation = RotationCheck(pages.rounding)
@@ -246,17 +250,18 @@ class Learner:
             if first.tokens and not first.is_placeholder and self._head(request) is None:
                 self._bases.put_content(request.namespace, first.tokens, (), read(0, len(first.tokens)))
             self._runtime.keep_base(request, read, plan)
-            if request.request_id in self._harvests and self._runtime.may_observe(request, plan):
-                steps = self._runtime.observe(request, read(0, request.prompt_tokens).slice, plan)
-                self.captured.add(request, request.run_key, steps)
+            is_wanted = request.request_id in self._harvests and self._runtime.may_observe(request, plan)
             self._harvests.pop(request.request_id, None)
+            if is_wanted and self.captured.has_room(size := request.prompt_tokens):
+                steps = self._runtime.observe(request, read(0, size).slice, plan)
+                self.captured.add(request, request.run_key, steps, size)
 
     # learning -----------------------------------------------------------------------------------------------------
 
     @property
     def is_learning(self) -> bool:
-        """Whether a prompt can be prepared, or learned from as its base KV is there."""
-        return not self.is_at_rest and (self.expected.is_due or self.captured.ready)
+        """Whether a prompt can be prepared, or learned from as its base KV is there and no write is planned."""
+        return not self.is_at_rest and (self.expected.is_due or (not self.planned and self.captured.ready))
 
     def settle(self) -> None:
         """Wait for the pass under way, where `learn` would have to."""

@@ -59,6 +59,11 @@ class Pages:
         shape = len(self._layers), *self._shape[1:]
         return KVSegment.empty(shape, self._dtype, self._device)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of a token's KV as Kedge keeps it."""
+        return 2 * len(self._layers) * self._shape[1:].numel() * self._dtype.itemsize
+
     def synchronize(self) -> None:
         """Wait for what the device has been given so far: another thread has a stream of its own there."""
         if self._device.type != "cpu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from kedge.settings import (
     AnchorSettings,
@@ -15,7 +15,6 @@ from kedge.settings import (
     QuotaSettings,
     SettingsSection,
     ThrottledTiers,
-    VllmSettings,
 )
 from kedge.types import ReuseMode
 
@@ -44,8 +43,6 @@ class PluginSettings(SettingsSection):
     discovery: DiscoverySettings = DiscoverySettings()
     guard: GuardSettings = GuardSettings()
     """It is at work in the process of an API server with the middleware; here it says what needs no proof."""
-    max_captures: PositiveInt = VllmSettings().max_captures
-    """As `engine.vllm.max_captures`, which sets it when Kedge starts vLLM."""
     state: Path | None = None
     """Folder for what the ranks have learned, as `server.state`; None keeps nothing."""
     quotas: dict[str, QuotaSettings] = {}

@@ -139,7 +139,7 @@ class WorkerSide:
         for blocks in layers:
             device = memory_order(blocks)[None]
             shape = (1, num_blocks + 1, *device.shape[2:])
-            pools.append((torch.empty(shape, dtype=device.dtype, pin_memory=device.is_cuda), device))
+            pools.append((torch.empty(shape, dtype=device.dtype), device))
         self._copier = PoolCopier(pools, 1, self._throttle)
 
     def keep_state(self, state: EngineState) -> None:
@@ -159,9 +159,8 @@ class WorkerSide:
         """
         assert self._learner
         with self._learning:
-            result = question(*self._learner.learned)
-        self._learner.pages.synchronize()
-        return result
+            self._learner.pages.synchronize()
+            return question(*self._learner.learned)
 
     # a step, in vLLM's order ----------------------------------------------------------------------------------------
 
@@ -227,7 +226,10 @@ class WorkerSide:
 
     def _learn_from_step(self, learner: Learner, orders: Orders, seconds: float) -> None:
         for capture in orders.captures:  # first, since one that has ended is dropped, and captured by its plan
-            learner.capture(capture)
+            try:
+                learner.capture(capture)
+            except Exception:  # out of memory, say
+                logger.exception("capture %s was not read", capture.capture_id)
         for request_id in orders.dropped:
             learner.drop(request_id)
         for prompt in orders.expected:
