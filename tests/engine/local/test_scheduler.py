@@ -11,6 +11,7 @@ from random import Random
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -18,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kedge.engine.common.logprobs import LOGIT_ROWS
 from kedge.engine.local.core import EngineCore
 from kedge.engine.local.scheduler import FairQueue, Scheduler
-from kedge.engine.local.sequence import RequestSequence, Work
+from kedge.engine.local.sequence import RequestSequence, Work, flatten
 from kedge.policies.service import PATIENCE
 from kedge.reuse.costs import EngineCosts
 from kedge.structures.bounded import ENTRIES
@@ -733,3 +734,24 @@ def test_thirty_two_sessions_of_two_tenants_on_a_small_pool_all_end() -> None:
     engine.rest()
     assert all(one.is_over for one in calls)
     assert not service.live and not engine.core.scheduler.waiting._queues
+
+
+def test_every_pass_is_timed_until_its_result_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that ends no prompt: a GPU would else be at work on it in the time of the next."""
+    engine, read, seen = Stepped(max_batch_tokens=16), list[int](), list[tuple[int, int]]()
+    parts, item = engine.core.parts, torch.Tensor.item
+    monkeypatch.setattr(parts.costs, "observe_pass", lambda count, *_: seen.append((count, len(read))))
+    monkeypatch.setattr(torch.Tensor, "item", lambda one: (read.append(1), item(one))[1])
+    engine.submit(call(size=40))
+    for _ in range(3):
+        engine.step()
+    assert seen == [(16, 1), (16, 2), (8, 3)]
+
+
+def test_the_positions_of_a_pass_are_sent_to_the_device_once() -> None:
+    engine = Stepped()
+    for seed in range(3):
+        engine.submit(call(seed=seed))
+    engine.step()
+    batch = flatten(engine.passes[-1], engine.core.parts.storage)
+    assert len(batch.sequences) == 3 and all(one.positions._base is batch.positions for one in batch.sequences)
