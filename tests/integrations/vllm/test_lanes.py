@@ -19,11 +19,13 @@ from tests.integrations.vllm.lane_prompts import (
     answers,
     ask,
     check_rest,
+    hints,
     lane_engine,
     leaving_nothing,
     more_holes,
     recorded,
     solo,
+    teach,
     tokens,
 )
 
@@ -43,6 +45,15 @@ def recorder(engine: Driver) -> Iterator[Recorder]:
         assert recorder.lanes <= recorder.finished, "the workers drop every lane"
 
 
+@pytest.fixture
+def learned(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """By which plans KV of prompts is learned from; None: as the model has computed it."""
+    plans, runtime = list[object](), engine.worker._learner._runtime
+    keep = runtime.keep_base
+    monkeypatch.setattr(runtime, "keep_base", lambda *given: (plans.append(given[2]), keep(*given)))
+    return plans
+
+
 def test_nothing_translated_is_found_in_the_prefix_cache(
     engine: Driver, recorder: Recorder, stock_answers: Answers
 ) -> None:
@@ -57,7 +68,9 @@ def test_nothing_translated_is_found_in_the_prefix_cache(
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4])
-def test_an_abort_harms_no_other(engine: Driver, recorder: Recorder, stock_answers: Answers, steps: int) -> None:
+def test_an_abort_harms_no_other(
+    engine: Driver, recorder: Recorder, stock_answers: Answers, learned: list[object], steps: int
+) -> None:
     other = engine.add(PLAIN[0], 40)
     engine.step()
     name = add(engine, ONE)
@@ -67,6 +80,47 @@ def test_an_abort_harms_no_other(engine: Driver, recorder: Recorder, stock_answe
     engine.run()
     assert answers(engine, other) == [stock_answers["plain", 0]]
     assert steps in (1, 2, 3) or bool(recorder.lanes) == (steps == 4)
+    assert None not in learned, "what was translated is never taken for computed"
+
+
+def test_an_abort_of_one_that_was_preempted_between_steps_harms_no_other(
+    engine: Driver, recorder: Recorder, stock_answers: Answers
+) -> None:
+    """By a reset, or a pause: vLLM tells of it in the next step, the abort before."""
+    if type(engine.scheduler).__name__ == "AsyncStepScheduler":
+        pytest.skip("vLLM frees their blocks later then, and so refuses")
+    other, name = engine.add(PLAIN[0], 40), add(engine, ONE)
+    for _ in range(6):
+        engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.engine.abort_request([name])
+    engine.run()
+    assert recorder.lanes and answers(engine, other) == [stock_answers["plain", 0]]
+
+
+def test_what_was_learned_is_forgotten_with_the_other_caches(engine: Driver, recorder: Recorder) -> None:
+    """The weights may be new."""
+    running = add(engine, OTHER)
+    for _ in range(6):
+        engine.step()
+    waiting = add(engine, ONE)
+    assert recorder.lanes and engine.connector.reset_cache()
+    engine.run()
+    assert len(engine.finished[running].outputs[0].token_ids) == 40
+    last = ask(engine, OTHER)
+    assert [receipt(done)["tokens"]["translated"] for done in (engine.finished[waiting], last)] == [0, 0]
+    assert engine.worker._learner.learned[0].stats().anchors == 2, "one of each of the last one's values"
+    teach(engine)
+    assert receipt(ask(engine, ONE))["tokens"]["translated"]
+
+
+def test_a_cached_prompt_of_whole_blocks_is_judged_as_any_other(engine: Driver, recorder: Recorder) -> None:  # noqa: ARG001
+    end = prompt(-len(tokens(ONE)) % BLOCK, 7)
+    asked = hints(ONE, agent="stranger")
+    asked["segments"][-1]["length"] += len(end)
+    done = [engine.ask(tokens(ONE) + end, 1, asked) for _ in range(2)][-1]
+    assert receipt(done)["tokens"]["device"] == len(tokens(ONE) + end) - BLOCK
+    assert "failed" not in str(receipt(done)["misses"])
 
 
 def test_a_preempted_request_gets_its_lanes_again(engine: Driver, recorder: Recorder) -> None:
@@ -85,9 +139,13 @@ def test_a_preempted_request_gets_its_lanes_again(engine: Driver, recorder: Reco
 
 
 def test_a_failed_write_ends_its_request_alone(
-    engine: Driver, recorder: Recorder, stock_answers: Answers, monkeypatch: pytest.MonkeyPatch
+    engine: Driver,
+    recorder: Recorder,
+    stock_answers: Answers,
+    learned: list[object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The lanes of that step are of no use."""
+    """The lanes of that step are of no use, and nothing is learned from what its blocks held."""
 
     def fail(*_: object) -> None:
         raise PlanError("blend", 1, "the table is at version 2")
@@ -99,7 +157,7 @@ def test_a_failed_write_ends_its_request_alone(
         name = add(engine, ONE)
         engine.run()
     assert recorder.lanes
-    assert answers(engine, name, other) == [[], stock_answers["plain", 0]]
+    assert answers(engine, name, other) == [[], stock_answers["plain", 0]] and not learned
     assert engine.answer(tokens(ONE), 40) == stock_answers[ONE]
 
 

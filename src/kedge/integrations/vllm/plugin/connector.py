@@ -123,7 +123,7 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
         worker, live = get_kv_transfer_group() if has_kv_transfer_group() else None, self.requests[request.request_id]
         if live.hinted is None or not isinstance(worker, KedgeConnector) or self._ranks > 1:
             return
-        device, host = self.cached_blocks(request.block_hashes)
+        device, host = self.cached_blocks(request.block_hashes[: (request.num_tokens - 1) // self._block_size])
         if not host:  # what is worth loading comes first
             self.translations.ask_at_once(live, device * self._block_size, worker.answer)
 

@@ -244,6 +244,8 @@ class Learner:
         elif self.rotation.refusal in (None, UNCHECKED) and request.wants_translation:
             read: ReadKV = partial(self.pages.read, table)
             plan = self._written.pop(request.request_id, None)
+            if order.is_translated and plan is None:  # its write has failed, or its request was dropped before
+                return
             if plan is None and not self.rotation.is_checked:
                 self.rotation.check(request.tokens, read(0, request.prompt_tokens))
             first = request.segments[0]
@@ -294,7 +296,6 @@ class Learner:
         self.captured.end_run(run)
 
     def clear(self) -> None:
-        """Forget all anchors and all base KV."""
-        self.expected.clear()
-        self._runtime.clear()
-        self.captured.clear()
+        """Forget all anchors and all base KV, and what was planned by them."""
+        for found in (self.expected, self._runtime, self.captured, self.planned, self._written, self._needs):
+            found.clear()

@@ -198,6 +198,8 @@ class Capture:
     """Generated tokens"""
     known: int = 0
     """Leading ones of them whose KV is there: those that were run, so the last one is seldom among them"""
+    is_translated: bool = False
+    """Whether some of its blocks hold, or should hold, translated KV: without its plan nothing is learned from them"""
 
 
 @dataclass
@@ -220,12 +222,14 @@ class Orders(KVConnectorMetadata):
     """Requests whose verdicts will not be used"""
     ended_runs: tuple[RunKey, ...] = ()
     """Runs whose agents' shared KV may be evicted"""
+    forgets: bool = False
+    """Whether all that was learned and planned is to be forgotten, before the rest"""
 
     @property
     def is_quiet(self) -> bool:
         """Whether they are about nothing but the pass: so they are in most steps."""
         found = self.copies or self.queries or self.writes or self.captures
-        return not (found or self.expected or self.dropped or self.ended_runs)
+        return not (found or self.expected or self.dropped or self.ended_runs or self.forgets)
 
 
 @dataclass(frozen=True, slots=True)

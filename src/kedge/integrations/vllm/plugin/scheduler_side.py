@@ -251,7 +251,7 @@ class SchedulerSide:
         self.prompts.expect(self.plain.forecasts)
         self.prompts.expire()
         self.sessions.advance()
-        for live in [self.requests[one] for one in output.preempted_req_ids or ()]:
+        for live in filter(None, map(self.requests.get, output.preempted_req_ids or ())):  # one may have been aborted
             self.sessions.preempted(live)
             live.is_admitted, live.is_ahead = False, True  # it waits again; nothing is loaded ahead of its turn
         if self.loads:
@@ -273,10 +273,11 @@ class SchedulerSide:
     # emptying the caches --------------------------------------------------------------------------------------
 
     def reset_cache(self) -> bool:
-        """Forget fixed prompts and empty the host tier."""
+        """Forget fixed prompts and what was learned, and empty the host tier: the model's weights may have changed."""
         if self.loads:
             self.loads.clear()
         self.prompts.clear()
+        self.translations.forget()
         return True
 
     def _reset_device(self, reset: Callable[[], bool]) -> bool:

@@ -33,6 +33,7 @@ CacheBlocks = Callable[[Request, int], None]
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the block ids of a request, by its id, in each KV cache group"""
 Answer = Callable[[TranslationQuery], TranslationVerdict]
+EMPTIED = "the caches were emptied while it waited or ran"
 NO_LANES = "vLLM's scheduler is not Kedge's, or another KV connector would save translated KV as if it were exact"
 
 
@@ -122,18 +123,19 @@ class Translations:
 
     def ask_at_once(self, live: LiveRequest, computed: int, answer: Answer) -> None:
         """Ask the only worker, which is in this process, about a waiting request that nobody has asked about. What it
-        knows is what it was ordered in earlier steps: where a capture is still to be ordered, it is asked by a step.
+        knows is what it was ordered in earlier steps: where it is still to capture or to forget, it is asked by a step.
         """
         if not live.is_asked_about or live.verdict or live.is_pending:
             return
-        if not (self._orders.captures or any(self._completed) or live.awaits):
+        if not (self._orders.captures or self._orders.forgets or any(self._completed) or live.awaits):
             self._take(live, answer(self._query(live, computed)))
 
     def _query(self, live: LiveRequest, computed: int) -> TranslationQuery:
         """Return what to ask about a request, as it is now."""
         live.exact, live.preemptions = computed, live.request.num_preemptions
         may_wait = live.awaits is None and len(self.requests) > 1
-        return TranslationQuery(live.asked, computed, may_wait, has_waited=live.awaits == ())
+        exact = min(computed, live.asked.prompt_tokens - 1)  # of one that was preempted, all may be cached
+        return TranslationQuery(live.asked, exact, may_wait, has_waited=live.awaits == ())
 
     def _awaits_base(self, live: LiveRequest) -> bool:
         """Return whether a request waits for base KV, which goes before all that waits and is given up for want of
@@ -165,6 +167,14 @@ class Translations:
         if live.asked.produces is not None and may_learn and block_ids and known > 0:
             self._order(Capture(live.asked, tuple(block_ids), self.held.hold(block_ids), answer, known))
 
+    def forget(self) -> None:
+        """Let the workers forget all that they have learned. No request that is there now uses it or adds to it."""
+        self.give_up_captures()
+        self._orders = Orders(ended_runs=self._orders.ended_runs, forgets=True)
+        for live in self.requests.values():
+            live.refusal, live.captured = live.refusal or EMPTIED, True
+            live.withdraw()
+
     def end_run(self, run: RunKey) -> None:
         """Let the workers forget what the agents of a run shared."""
         self._orders.ended_runs += (run,)
@@ -183,7 +193,8 @@ class Translations:
                 live.captured = True
                 if live.verdict:
                     blocks = self._block_ids(live.request.request_id)[0]
-                    capture = Capture(live.asked, tuple(blocks), self.held.hold(blocks))
+                    held, is_translated = self.held.hold(blocks), bool(live.translated)
+                    capture = Capture(live.asked, tuple(blocks), held, is_translated=is_translated)
                     self._completed[-1].append(capture)
         orders, self._orders = self._orders, Orders()
         self._is_learning = self._is_learning or bool(orders.expected)

@@ -225,6 +225,8 @@ class WorkerSide:
             self._reports.captured[capture.capture_id] = 1
 
     def _learn_from_step(self, learner: Learner, orders: Orders, seconds: float) -> None:
+        if orders.forgets:
+            learner.clear()
         for capture in orders.captures:  # first, since one that has ended is dropped, and captured by its plan
             try:
                 learner.capture(capture)
