@@ -65,8 +65,12 @@ async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress
     ours = {"anchors": anchors, **free}
     with ExitStack() as stack:
         progress("team: starting vLLM twice")
-        stock = stack.enter_context(VllmLane(model, room, None))
-        kedge = stack.enter_context(ToldLane(model, room, ours, scheduler_cls=SCHEDULER))
+        stock, kedge = await asyncio.gather(
+            asyncio.to_thread(VllmLane, model, room, None),
+            asyncio.to_thread(ToldLane, model, room, ours, scheduler_cls=SCHEDULER),
+        )
+        stack.enter_context(stock)
+        stack.enter_context(kedge)
         team = _VllmTeam(settings, CopyMachine(settings.agents, settings.prefix, vocab, settings.seed))
         for number in range(settings.samples):
             progress(f"team: sample {number + 1} of {settings.samples}")

@@ -75,8 +75,11 @@ export VLLM_HOST_IP=127.0.0.1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo  # one
 step() {  # name, command...
     local name=$1; shift
     say "$name: start"
-    timeout -k 5 "${LIMIT:-240}" "$@" > "$OUT/$name.log" 2>&1
-    local rc=$?
+    timeout -k 5 "${LIMIT:-240}" "$@" > "$OUT/$name.log" 2>&1 &
+    local rc child=$!
+    trap "kill $child" TERM  # it has a process group of its own, and would keep the GPU
+    wait $child
+    rc=$?
     grep -vE '^\s*$|WARNING|INFO|it/s' "$OUT/$name.log" | tail -n "${LINES_SHOWN:-14}" | cut -c1-220
     say "$name: exit status $rc"
     return $rc
@@ -114,6 +117,7 @@ run() {
     esac
 }
 
+trap 'kill $(jobs -p); exit 143' TERM INT
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null
 for names in "$@"; do
     jobs=()

@@ -16,9 +16,10 @@ import asyncio
 import json
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -97,13 +98,18 @@ async def aborts(requests: int) -> dict[str, Any]:
     rng = Random(0)
     fixed = [tuple(rng.randrange(2, vocab) for _ in range(PREFIX)) for _ in range(AGENTS)]
     prompts = [(*one, *(rng.randrange(2, vocab) for _ in range(20 + number))) for one in fixed for number in range(20)]
-    with VllmLane(model, ROOM, None) as stock:
+    with ExitStack() as stack:
+        start, found = partial(VllmLane, model, ROOM), dict[str, Any]()
+        starts = partial(start, None), partial(start, EXACT), partial(start, TRANSLATE, scheduler_cls=SCHEDULER)
+        stock, exact, moved = map(stack.enter_context, await asyncio.gather(*map(asyncio.to_thread, starts)))
         alone = [(await stock.ask(prompt, OUTPUT)).tokens for prompt in prompts]
-        found = {STOCK: await same_tokens(stock, requests, prompts, alone)}
-    with VllmLane(model, ROOM, EXACT) as ours:
-        found[KEDGE] = await same_tokens(ours, requests, prompts, alone)
-    with VllmLane(model, ROOM, TRANSLATE, scheduler_cls=SCHEDULER) as ours:
-        found["translated"] = await translated(ours, requests, vocab)
+        for name, ended in (
+            (STOCK, same_tokens(stock, requests, prompts, alone)),
+            (KEDGE, same_tokens(exact, requests, prompts, alone)),
+            ("translated", translated(moved, requests, vocab)),
+        ):
+            found[name] = await ended
+            print(f"aborts: {name}: {json.dumps(found[name])}", flush=True)
     return found
 
 
@@ -158,12 +164,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found: Mapping[str, Any]
-    if args.step == "load":
-        found = load(args.size, args.clients, args.seconds)
-    else:
-        found = asyncio.run(aborts(args.requests))
-        print(json.dumps(found, indent=1), flush=True)
+    is_load = args.step == "load"
+    found = load(args.size, args.clients, args.seconds) if is_load else asyncio.run(aborts(args.requests))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 

@@ -44,7 +44,8 @@ def can_build(device: torch.device) -> bool:
     """
     target = torch.zeros(1, dtype=torch.int32, device=device)
     try:
-        _fill[(1,)](target)
+        with torch.cuda.device_of(target):
+            _fill[(1,)](target)
         return bool(target.item())
     except Exception as error:  # Triton's errors have no common class
         logger.warning("Triton can't build kernels for %s, so PyTorch's operations take their place: %s", device, error)
