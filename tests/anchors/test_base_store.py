@@ -53,13 +53,14 @@ def test_the_start_of_a_response_is_found_as_far_as_it_was_run_and_named_apart()
 def test_text_that_prompts_of_a_run_share_is_found_there_behind_the_same_text() -> None:
     store, kv = BaseStore(100 * ONE), random_kv(3, 1)
     store.put_shared_text(RUN, (9, 8, 1, 2, 3), kv, "one")
-    found = store.shared_text(RUN, (9, 8, 1, 2, 3), "two")
+    found = store.shared_text(RUN, (9, 8, 1, 2, 3), 3, "two")
     assert found is not None and found.tokens == (1, 2, 3) and torch.equal(found.kv.keys, kv.keys)
     for run, text in ((run_key("x"), (9, 8, 1, 2, 3)), (RUN, (8, 1, 2, 3)), (run_key("r", "x"), (9, 8, 1, 2, 3))):
-        assert store.shared_text(run, text, "two") is None
+        assert store.shared_text(run, text, 3, "two") is None
+    assert store.shared_text(RUN, (9, 8, 1, 2, 3), 4, "two") is None, "it is cut otherwise"
     assert store.lasting(values=True) == [] and store.stats().templates == 1
     store.end_run(RUN)
-    assert store.shared_text(RUN, (9, 8, 1, 2, 3), "two") is None and store.stats().nbytes == 0
+    assert store.shared_text(RUN, (9, 8, 1, 2, 3), 3, "two") is None and store.stats().nbytes == 0
 
 
 def test_a_reader_starts_from_what_the_reader_before_it_has_left() -> None:
@@ -67,7 +68,7 @@ def test_a_reader_starts_from_what_the_reader_before_it_has_left() -> None:
     store, text = BaseStore(100 * ONE), (9, 1, 2)
     for number, reader in enumerate(("one", "two", "three", "two", "one")):
         store.put_shared_text(RUN, text, random_kv(2, number), reader)
-    found = {reader: store.shared_text(RUN, text, reader) for reader in ("one", "two", "three", "four")}
+    found = {reader: store.shared_text(RUN, text, 2, reader) for reader in ("one", "two", "three", "four")}
     assert {reader: one.reader for reader, one in found.items() if one} == {
         "two": "one", "three": "two", "four": "three"
     }  # fmt: skip
@@ -75,7 +76,7 @@ def test_a_reader_starts_from_what_the_reader_before_it_has_left() -> None:
     assert store.stats().nbytes == 6 * ONE, "of every reader what it left first"
     store.check_integrity()
     store.end_run(RUN)
-    assert store.stats().nbytes == 0 and store.shared_text(RUN, text, "four") is None
+    assert store.stats().nbytes == 0 and store.shared_text(RUN, text, 2, "four") is None
 
 
 @settings(max_examples=100, deadline=None)

@@ -250,6 +250,9 @@ def test_text_is_moved_only_within_its_run_and_behind_the_same_text() -> None:
     head, question, *rest = other.segments
     before = replace(other, segments=(head, question, Segment((4,), "p1"), question, *rest))
     assert stage.moved(before) == [(2, SIZE), (3 + SIZE, SIZE)], "what is before it is other text"
+    cut = replace(question, tokens=question.tokens[:-1]), Segment((question.tokens[-1], *TEXT), "p1")
+    cut_otherwise = replace(other, segments=(head, *cut, *rest[1:]))
+    assert stage.runtime.planner.sample_of_reader(cut_otherwise, layout(cut_otherwise)[2]) is None
     stage.runtime.end_run(other.run_key)
     assert stage.moved(other) == [(2, SIZE)]
 

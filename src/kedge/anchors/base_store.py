@@ -17,12 +17,13 @@ class _SampleKey(NamedTuple):
 
 
 class _SharedTextKey(NamedTuple):
-    """A value or text that several prompts of a run read: all tokens since the first value, up to its end, and the
-    agent whose prompt has left its KV.
+    """A value or text that several prompts of a run read: all tokens since the first value, up to its end, how many of
+    them are its own, and the agent whose prompt has left its KV.
     """
 
     run: RunKey
     tokens: Tokens
+    size: int
     reader: str
 
 
@@ -97,7 +98,7 @@ class BaseStore:
             raise ConfigError("anchors.max_base_bytes", max_bytes, "is too small")
         self._max_bytes, self._nbytes = max_bytes, 0
         self._entries: OrderedDict[_Key, StoredBase] = OrderedDict()
-        self._readers: dict[tuple[RunKey, Tokens], dict[str, _SharedTextKey]] = {}
+        self._readers: dict[tuple[RunKey, Tokens, int], dict[str, _SharedTextKey]] = {}
         """Who has left KV of a text, in order"""
         self._serials = count()
 
@@ -120,18 +121,18 @@ class BaseStore:
         on: of another value, or of the template behind one. What is kept of that reader stays, and with it the order
         of readers: a check of its prompt, or a second pass, leaves the text again.
         """
-        key = _SharedTextKey(run, text, reader)
+        key = _SharedTextKey(run, text, kv.tokens, reader)
         if key in self._entries:
             return
         self._put(key, 0, kv, text[len(text) - kv.tokens :], reader)
         if key in self._entries:
-            self._readers.setdefault((run, text), {})[reader] = key
+            self._readers.setdefault(key[:3], {})[reader] = key
 
-    def shared_text(self, run: RunKey, text: Tokens, reader: str) -> KnownBase | None:
-        """Return the KV of the last tokens of a text that the prompt of the run before `reader`'s has left, also once
-        later ones have: what is learned or checked afterwards starts from what its prompt started from.
+    def shared_text(self, run: RunKey, text: Tokens, size: int, reader: str) -> KnownBase | None:
+        """Return the KV of the last `size` tokens of a text that the prompt of the run before `reader`'s has left, also
+        once later ones have: what is learned or checked afterwards starts from what its prompt started from.
         """
-        readers = self._readers.get((run, text), {})
+        readers = self._readers.get((run, text, size), {})
         before = [*takewhile(lambda one: one != reader, readers)]
         if not before:
             return None
@@ -205,10 +206,10 @@ class BaseStore:
     def _drop(self, key: _Key) -> None:
         if stored := self._entries.pop(key, None):
             self._nbytes -= stored.nbytes
-        if isinstance(key, _SharedTextKey) and (readers := self._readers.get(key[:2])):
+        if isinstance(key, _SharedTextKey) and (readers := self._readers.get(key[:3])):
             readers.pop(key.reader, None)
             if not readers:
-                del self._readers[key[:2]]
+                del self._readers[key[:3]]
 
 
 def _entry(stored: StoredBase, tokens: Tokens) -> KnownBase:

@@ -290,7 +290,8 @@ class Planner:
         """Return the KV of a value, or of the prefix segment behind one, that an earlier prompt of the run has left."""
         if not (request.run and self.rotates):
             return None
-        return self._bases.shared_text(request.run_key, shared_text(request, after), template_key(request))
+        text = shared_text(request, after)
+        return self._bases.shared_text(request.run_key, text, len(after), template_key(request))
 
     @property
     def short(self) -> int:
