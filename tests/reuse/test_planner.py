@@ -295,6 +295,7 @@ PROMPT = GenerateRequest((Segment((1, 2), "p0"), value(50, 51), Segment((3, 4, 5
     [
         replace(PROMPT, reuse=ReuseMode.TRANSLATE),
         replace(PROMPT, guard=GuardOrders(withheld=frozenset("q"))),
+        replace(PROMPT, guard=GuardOrders(rung=ANCHORS)),
         replace(PROMPT, workflow=WorkflowId("other")),
         replace(PROMPT, segments=(Segment((1, 9), "p0"), *PROMPT.segments[1:])),
         replace(PROMPT, segments=(PROMPT.segments[0], replace(value(50, 51), base_context=(9,)), PROMPT.segments[2])),

@@ -78,9 +78,9 @@ def template_key(request: GenerateRequest) -> str:
     return f"{request.workflow}/{request.agent}/{request.template_digest}"
 
 
-def plan_key(request: GenerateRequest) -> tuple[ReuseMode, frozenset[str], str]:
+def plan_key(request: GenerateRequest) -> tuple[ReuseMode, frozenset[str], int | None, str]:
     """Return what a prompt's plan depends on besides its values: two requests with different ones share no plan."""
-    return request.reuse, request.guard.withheld, template_key(request)
+    return request.reuse, request.guard.withheld, request.guard.rung, template_key(request)
 
 
 def template_tokens(request: GenerateRequest) -> tuple[int, ...]:
