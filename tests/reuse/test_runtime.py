@@ -294,6 +294,17 @@ def test_a_value_is_translated_from_the_prompt_of_its_last_reader_and_learned_in
     assert learned == {"question", "question+", "answer", "answer+"}
 
 
+def test_of_values_that_follow_each_other_each_is_learned_once_as_what_it_is() -> None:
+    """The second one as the text behind the first would be learned without the text behind itself."""
+    stage, prompts = Taught(0, move="unlearned"), [with_answer(agent) for agent in ("first", "second")]
+    first, second = (replace(one, segments=(*one.segments[:2], *one.segments[3:])) for one in prompts)
+    for one in layout(second)[3:]:
+        stage.bases.put_prefix(second.namespace, template_key(second), one.index, random_kv(len(one), 50))
+    read = random_kv(first.prompt_tokens, 1).slice
+    stage.runtime.keep_base(first, read)
+    assert [one.index for one in stage.runtime.observe(second, read)] == [1, 2, 3]
+
+
 def test_an_answer_that_was_moved_alone_is_not_what_its_reader_has_read() -> None:
     stage, asked = Taught(0, move="unlearned"), with_answer("first")
     sample, tokens = asked.segments[3].sample, asked.segments[3].tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -15,6 +16,8 @@ class Placed:
     segment: Segment
     index: int
     start: int
+    text: Placed | None = None
+    """The prefix segment behind a value; None where another value, or nothing, follows"""
 
     @property
     def stop(self) -> int:
@@ -26,10 +29,11 @@ class Placed:
 
 def layout(request: GenerateRequest) -> tuple[Placed, ...]:
     """Return the request's segments with their positions."""
-    placed, start = [], 0
-    for index, segment in enumerate(request.segments):
-        placed.append(Placed(segment, index, start))
-        start += len(segment.tokens)
+    placed, start, text = deque[Placed](), request.prompt_tokens, None
+    for index, segment in reversed([*enumerate(request.segments)]):
+        start -= len(segment.tokens)
+        placed.appendleft(Placed(segment, index, start, text if segment.is_placeholder else None))
+        text = None if segment.is_placeholder or not segment.tokens else placed[0]
     return tuple(placed)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -146,9 +145,8 @@ class Planner:
         known = draft.placed[:segments]
         draft.extend(known[-1].stop if known else 0)
         if request.wants_translation and request.prompt_logprobs is None and self._refusal is None:
-            pairs = zip(known, [*known[1:], None], strict=True) if known else ()
-            for here, after in islice(pairs, draft.drafted, None):
-                self._fill(request, draft, here, after)
+            for here in known[draft.drafted :]:
+                self._fill(request, draft, here)
         draft.drafted = max(draft.drafted, segments)
         return draft.translations[before:]
 
@@ -162,7 +160,7 @@ class Planner:
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
         return draft.sealed()
 
-    def _fill(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None) -> None:
+    def _fill(self, request: GenerateRequest, draft: Draft, here: Placed) -> None:
         """Draft a placeholder. Where computing it would teach something about it, that is done, and where nothing may
         be translated without anchors, all of the prompt is dense then.
         """
@@ -179,28 +177,23 @@ class Planner:
         if prefixes is None and not self.rotates and later_prefixes(draft.placed):
             if not draft.dense:
                 draft.give_up(Miss(here.segment.name, "the agent's template has no base KV yet"))
-        elif self._fill_pair(request, draft, here, after, prefixes or {}):
+        elif self._fill_pair(request, draft, here, prefixes or {}):
             draft.teaches = True
             if not (draft.dense or self.rotates):
                 draft.give_up()
 
     def _fill_pair(
-        self,
-        request: GenerateRequest,
-        draft: Draft,
-        here: Placed,
-        after: Placed | None,
-        prefixes: Mapping[int, KVSegment],
+        self, request: GenerateRequest, draft: Draft, here: Placed, prefixes: Mapping[int, KVSegment]
     ) -> bool:
         """Draft a placeholder and the prefix segment after it. Returns whether computing them teaches something."""
         sample = self.sample(request, here)
         if sample is None:
             draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
             return False
-        estimate, teaches = self._estimate(request, draft, here, after, sample)
+        estimate, teaches = self._estimate(request, draft, here, sample)
         own = None if estimate.shareable else self._sample_of_producer(request, here)
         if own is not None and own.pool != sample.pool:  # of what that reader leaves nothing may be known yet
-            other, _ = self._estimate(request, draft, here, after, own)
+            other, _ = self._estimate(request, draft, here, own)
             sample, estimate = (own, other) if other.shareable else (sample, estimate)
         if not estimate.shareable:
             draft.misses.append(Miss(here.segment.name, estimate.reason))
@@ -214,9 +207,9 @@ class Planner:
         draft.estimates.append(estimate)
         self._translate(draft, here, sample.base, estimate.value, estimate.value_table, weak)
         self._post_sentinels(request, draft, here, weak)
-        if after is None or after.segment.is_placeholder or not len(after):
+        if (after := here.text) is None:
             return False
-        if not self.needs_anchors(request, here, after):
+        if not self.needs_anchors(request, here):
             self._move_after(request, draft, here, after)
             return False
         if text := self.sample_of_reader(request, after):
@@ -237,10 +230,10 @@ class Planner:
         return False
 
     def _estimate(
-        self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed | None, sample: SampleView
+        self, request: GenerateRequest, draft: Draft, here: Placed, sample: SampleView
     ) -> tuple[OffsetEstimate, bool]:
         """Return how a value is translated, and whether computing it, or what is behind it, would teach something."""
-        if not self.needs_anchors(request, here, after):
+        if not self.needs_anchors(request, here):
             return self._anchors.without_offsets(sample), False
         rung = rung_of(request)
         estimate = self._looked_up(request, PlaceholderSite(draft.key, here.index), sample)
@@ -258,14 +251,14 @@ class Planner:
         weak_error = rung.weak_error if rung and rung.by_anchors else None
         return self._anchors.estimate(site, sample, weak_error, leave_out=request.guard.held_out)
 
-    def needs_anchors(self, request: GenerateRequest, here: Placed, after: Placed | None) -> bool:
+    def needs_anchors(self, request: GenerateRequest, here: Placed) -> bool:
         """Return whether a value, or the prefix segment behind it, is translated by anchors once there are any."""
         is_in_place = self.rotates and reads_in_place(request, here)
-        return not (is_in_place or self.moves_alone(request, here, after))
+        return not (is_in_place or self.moves_alone(request, here))
 
-    def moves_alone(self, request: GenerateRequest, here: Placed, after: Placed | None) -> bool:
+    def moves_alone(self, request: GenerateRequest, here: Placed) -> bool:
         """Return whether a value is always moved without anchors, in whichever agent's prompt."""
-        is_short = after is None or after.segment.is_placeholder or len(after) <= SHORT_TEMPLATE
+        is_short = here.text is None or len(here.text) <= SHORT_TEMPLATE
         return self._moves_always(request) and can_move(here.segment) and is_short
 
     def _moves_always(self, request: GenerateRequest) -> bool:

@@ -240,7 +240,8 @@ class Runtime:
         prefixes = self._bases.prefixes(request.namespace, key)
         if prefixes is None and later_prefixes(placed):
             return
-        for here, after in self._learnable(request, plan):
+        for here in self._learnable(request, plan):
+            after = here.text
             base_prefix = prefixes.get(after.index) if prefixes and after else None
             is_moved = plan is not None and here.index in plan.moved
             if is_moved and base_prefix is None:
@@ -318,20 +319,16 @@ class Runtime:
 
     def _worth_learning(self, request: GenerateRequest) -> list[Placed]:
         """Return those of them that anchors are to translate, or the prefix segment behind them."""
-        placed = layout(request)
-        after = (*placed[1:], None)
-        values = self._worth_translating(placed)
-        return [one for one in values if self.planner.needs_anchors(request, one, after[one.index])]
+        return [one for one in self._worth_translating(layout(request)) if self.planner.needs_anchors(request, one)]
 
-    def _learnable(self, request: GenerateRequest, plan: ReusePlan | None) -> Iterator[tuple[Placed, Placed | None]]:
-        """Yield the values that anchors serve and that a plan does not translate by them, with what follows each."""
-        placed = layout(request)
-        for here, after in zip(placed, [*placed[1:], None], strict=True):
+    def _learnable(self, request: GenerateRequest, plan: ReusePlan | None) -> Iterator[Placed]:
+        """Yield the values that anchors serve and that a plan does not translate by them."""
+        for here in layout(request):
             if not here.segment.is_placeholder or len(here) <= self.planner.short:
                 continue
             is_written = plan is not None and plan.writes_in(here.start, here.stop) and here.index not in plan.moved
-            if not is_written and self.planner.needs_anchors(request, here, after):
-                yield here, after
+            if not is_written and self.planner.needs_anchors(request, here):
+                yield here
 
     def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
         """Return whether a value has no base KV yet, and computing it is worth that to its readers."""
