@@ -139,8 +139,8 @@ class PlannerSettings(SettingsSection):
     """When to move a value by rotation alone, without anchors, where its KV was computed in an agent's prompt (agents'
     answers, and what an agent reads right behind the beginning of its prompt); the template behind it is computed, or
     moved from the prompt of the run that computed it first. `always`: anchors serve other values, and templates longer
-    than that is worth. `unlearned`: until its anchors are learned. `never`: before that the whole prompt is computed,
-    as in the paper."""
+    than that is worth. `unlearned`: until its anchors are learned; those of prompts in which it was moved have offsets
+    of the template alone. `never`: before that the whole prompt is computed, as in the paper."""
 
     by_cost: bool = True
     """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""
