@@ -253,13 +253,10 @@ class Planner:
 
     def needs_anchors(self, request: GenerateRequest, here: Placed) -> bool:
         """Return whether a value, or the prefix segment behind it, is translated by anchors once there are any."""
-        is_in_place = self.rotates and reads_in_place(request, here)
-        return not (is_in_place or self.moves_alone(request, here))
-
-    def moves_alone(self, request: GenerateRequest, here: Placed) -> bool:
-        """Return whether a value is always moved without anchors, in whichever agent's prompt."""
+        if self.rotates and reads_in_place(request, here):
+            return False
         is_short = here.text is None or len(here.text) <= SHORT_TEMPLATE
-        return self._moves_always(request) and can_move(here.segment) and is_short
+        return not (is_short and can_move(here.segment) and self._moves_always(request))
 
     def _moves_always(self, request: GenerateRequest) -> bool:
         rung = rung_of(request)
@@ -366,15 +363,13 @@ class Planner:
         since the first value are the same. The two prompts differ only before that value, so this KV is off by a third
         of what the producer's is.
         """
-        placed = layout(request)
-        first = next(one.index for one in placed if one.segment.is_placeholder)
+        is_value = here.segment.is_placeholder
+        first = next(at for at, one in enumerate(request.segments) if one.is_placeholder)
         entry = self.shared_text(request, here) if here.index > first else None
         if entry is None:
             return None
-        behind = here.index if here.segment.is_placeholder else here.index - 1
-        own = pool_of(request, placed[behind])
-        kind = "" if here.segment.is_placeholder else "+"
-        pool = own._replace(placeholder=f"{own.placeholder}{kind}<{entry.reader}")
+        own = pool_of(request, here if is_value else layout(request)[here.index - 1])
+        pool = own._replace(placeholder=f"{own.placeholder}{'' if is_value else '+'}<{entry.reader}")
         return SampleView(pool, here.segment.tokens, entry.kv, entry.key, weight=self._of_readers)
 
     def pool(self, request: GenerateRequest, placed: Placed) -> PoolKey:
