@@ -52,18 +52,14 @@ class UsualError:
         self.calls += 1
         self.mean += max(1 / self.calls, FORGET) * (error - self.mean)
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether there were enough calls to say what is usual."""
-        return self.calls >= SETTLED
-
 
 def refuted_by_drawn(errors: Errors, limit: float) -> frozenset[str]:
     """Return the placeholders that tokens drawn from the translated ones refute. A single one may be far off by chance,
     but not the mean of a call: above `limit` it refutes.
     """
     means = {name: fmean(found) for name, found in errors.items()}
-    return _blamed(means, dict.fromkeys(means, limit)) if _is_above(_overall(errors), limit) else frozenset()
+    is_far = bool(means) and _is_above(_overall(errors), limit)
+    return _blamed(means, dict.fromkeys(means, limit)) if is_far else frozenset()
 
 
 def refuted_by_weak(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> frozenset[str]:
@@ -74,7 +70,7 @@ def refuted_by_weak(errors: Errors, usual: Mapping[str, UsualError], limit: floa
     bounds = {name: max(limit, WEAK_REFUTES * usual[name].mean) for name in means}
     if not all(map(isfinite, means.values())):
         return _blamed(means, dict.fromkeys(means, inf))
-    settled = {name: found for name, found in errors.items() if usual[name].is_settled}
+    settled = {name: found for name, found in errors.items() if usual[name].calls >= SETTLED}
     tokens = sum(map(len, settled.values()))
     if tokens < LEAST_WEAK:
         return frozenset()
@@ -171,8 +167,8 @@ class GuardRecord:
     there is evidence for or against it. Evidence against it is a breach: its anchors are discarded as well.
 
     Evidence restarts with every change of state but the one to `on`. So that all restarts together call an agent below
-    the limit a breach with probability `alpha` at most, the k-th of them (from 0) tests at `alpha` / ((k + 1) (k + 2)),
-    and the change that made it suspect, which has chosen the moment, is not counted again.
+    the limit a breach with probability `alpha` at most, and one above it `on`, the k-th of them (from 0) tests at
+    `alpha` / ((k + 1) (k + 2)), and the change that made it suspect, which has chosen the moment, is not counted again.
 
     It is saved but for what is usual of sentinel tokens, which is learned anew.
     """
@@ -209,13 +205,18 @@ class GuardRecord:
         """Whether so few calls were translated that translated tokens are drawn as sentinels in each of them."""
         return self.calls < SETTLED
 
+    @property
+    def alpha(self) -> float:
+        """Probability with which the evidence since the last restart may be wrong."""
+        return _spent(ALPHA, self.restarts)
+
     def observe(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
         self.evidence.observe(seen.changed)
         self.kl = max(self.kl, seen.kl)
         if settings.max_changed == 1:
             self.state = GuardState.ON
-        elif self.evidence.exceeds(settings.max_changed, _spent(ALPHA, self.restarts)):
+        elif self.evidence.exceeds(settings.max_changed, self.alpha):
             self._breach()
         elif self.withheld:
             self.streak = 0 if seen.changed else self.streak + 1
@@ -223,7 +224,7 @@ class GuardRecord:
                 self._restart(GuardState.CANARY)
         elif seen.changed and self.evidence.share > settings.max_changed:
             self._suspect(seen.kl)
-        elif self.evidence.is_below(settings.max_changed, ALPHA):
+        elif self.evidence.is_below(settings.max_changed, self.alpha):
             self.state = GuardState.ON
 
     def read_sentinels(self, settings: GuardSettings, *, refuted: bool) -> None:
