@@ -286,7 +286,7 @@ def test_discarded_anchors_prove_nothing() -> None:
 def test_how_near_the_budget_it_is() -> None:
     proof = found(Proof(), 1, BUDGET / 10)
     seen = proof.rungs[1].divergence
-    assert proof.nearness(BUDGET, ALPHA) == pytest.approx(seen.upper(ALPHA) / BUDGET)
+    assert proof.nearness(BUDGET, ALPHA) == pytest.approx(seen.upper(ALPHA / len(RUNGS)) / BUDGET)
     assert proof.nearness(BUDGET / 100, ALPHA) == 1.0 and Proof().nearness(BUDGET, ALPHA) == 1.0
 
 
@@ -296,7 +296,7 @@ def test_a_note_has_the_rung_that_serves_with_its_bound_and_all_that_was_tried()
     proof = found(found(Proof(), 0, 5 * BUDGET, computed=0.0, times=12), 1, BUDGET / 5, computed=0.3)
     note, seen = proof.note(BUDGET, ALPHA), proof.rungs[1].divergence
     assert (note.budget, note.rung, note.checks) == (BUDGET, RUNGS[1].name, 40)
-    assert (note.mean, note.bound) == (seen.mean, seen.upper(ALPHA)) and seen.mean < seen.upper(ALPHA) <= BUDGET
+    assert (note.mean, note.bound) == (seen.mean, seen.upper(ALPHA / len(RUNGS))) and seen.mean < note.bound <= BUDGET
     assert [(name, computed) for name, _, computed in note.curve] == [(RUNGS[0].name, 0.0), (RUNGS[1].name, 0.3)]
 
 

@@ -197,8 +197,7 @@ class Proof:
         """Return the rung to serve on: the cheapest that is proved; the one that serves until it is no longer within
         the budget in the mean. None: none is. All rungs together are wrong with probability `alpha`.
         """
-        each = alpha / len(RUNGS)
-        proved = [number for number, one in self.rungs.items() if one.divergence.upper(each) <= budget]
+        proved = [number for number in self.rungs if self._upper(number, alpha) <= budget]
         kept = self.serving.use(budget, Serving).rung
         if kept is not None and kept in self.rungs and self.rungs[kept].divergence.mean <= budget:
             proved.append(kept)
@@ -207,11 +206,13 @@ class Proof:
             return self.rungs[number].computed.mean * (STAYS if number == kept else 1), number
 
         chosen = min(proved, key=cost, default=None)
-        if (
-            chosen != kept
-        ):  # to one that is cheaper it moves on its own comparisons: no call counts as a first one again
+        if chosen != kept:  # to a cheaper one it moves on its own comparisons: no call counts as a first one again
             self.serving[budget] = Serving(chosen, self.serving[budget].calls if kept in proved else 0)
         return chosen
+
+    def _upper(self, rung: int, alpha: float) -> float:
+        """Return the upper bound of a rung's mean; those of all rungs together are wrong with probability `alpha`."""
+        return self.rungs[rung].divergence.upper(alpha / len(RUNGS))
 
     def to_try(self, budget: float, alpha: float, hopeless: float = 4.0) -> list[int]:
         """Return the rungs that may be cheaper than the one that serves and are not known to be too far off, first the
@@ -259,13 +260,13 @@ class Proof:
             checks = max((one.divergence.count for one in self.rungs.values()), default=0)
             return FidelityNote(budget, "", None, None, checks, curve)
         seen = self.rungs[served].divergence
-        bound = seen.upper(alpha) if seen.count >= LEAST else None
+        bound = self._upper(served, alpha) if seen.count >= LEAST else None
         return FidelityNote(budget, RUNGS[served].name, max(0.0, seen.mean), bound, seen.count, curve)
 
     def nearness(self, budget: float, alpha: float) -> float:
         """Return the upper bound over the budget, at most 1; 1 where nothing serves."""
         served = self.choose(budget, alpha)
-        return 1.0 if served is None else min(1.0, self.rungs[served].divergence.upper(alpha) / budget)
+        return 1.0 if served is None else min(1.0, self._upper(served, alpha) / budget)
 
     def forget_anchors(self) -> None:
         """Forget what was seen of anchors that are discarded."""
