@@ -44,8 +44,8 @@ def orders(guard: QualityGuard, of: GenerateRequest) -> GuardOrders:
 
 def breach(guard: QualityGuard, of: GenerateRequest, placeholder: str) -> None:
     before = orders(guard, of).epoch
-    while orders(guard, of).epoch == before:
-        guard.observe(of, (placeholder,), CHANGED)
+    while (now := orders(guard, of)).epoch == before:
+        guard.observe(replace(of, guard=now), (placeholder,), CHANGED)
 
 
 def test_a_suspect_placeholder_is_withheld_and_tried_in_calls_that_are_not_learned_from() -> None:
@@ -171,6 +171,8 @@ def test_another_tenant_pushes_out_no_records_and_what_was_condemned_stays_so(mo
     for number in range(50):  # its own do
         guard.observe(request("a", agent=f"other-{number}"), ("a",), CLEAN)
     assert orders(guard, request("a")).epoch == 1
+    guard, saved = QualityGuard(NONE), guard.saved()
+    guard.restore({group: SavedGroup.model_validate(data) for group, data in saved.items()})
     breach(guard, request("a"), "a")
     assert orders(guard, request("a")).epoch == 2
 
@@ -188,9 +190,9 @@ def test_changes_are_logged_in_one_line_each(caplog: pytest.LogCaptureFixture) -
 def test_sentinels_refute_by_the_mean_of_a_call() -> None:
     """A single token, so a placeholder of few, may be far off by chance."""
     one, asked = QualityGuard(NONE), request("a", "b")
-    assert not one.sentinels_read(asked, {"a": [1.1], "b": [0.1] * 3})
+    assert not one.sentinels_read(asked, {"a": [1.1], "b": [0.1] * 3}, {})
     assert not orders(one, asked).withheld
-    assert one.sentinels_read(asked, {"a": [1.1], "b": [0.1]})
+    assert one.sentinels_read(asked, {"a": [1.1], "b": [0.1]}, {})
     assert orders(one, asked).withheld == {"a"}
 
 
@@ -200,19 +202,19 @@ def test_only_refutations_in_a_row_discard_the_anchors(times: int, between: int,
     one, asked = QualityGuard(NONE), request("a")
     for _ in range(times):
         for _ in range(between):
-            one.sentinels_read(asked, {"a": [0.1]})
-        assert one.sentinels_read(asked, {"a": [0.9]})
+            one.sentinels_read(asked, {"a": [0.1]}, {})
+        assert one.sentinels_read(asked, {"a": [0.9]}, {})
     assert orders(one, asked).epoch == breaches == one.breaches and one.suspicions == times - breaches
 
 
 def test_weak_tokens_refute_only_by_a_multiple_of_what_is_usual_of_them() -> None:
     one, asked = QualityGuard(NONE), request("a")
-    assert not one.sentinels_read(asked, {"a": [0.9] * 6}, weak=True)
+    assert not one.sentinels_read(asked, {}, {"a": [0.9] * 6})
     for _ in range(SETTLED):
-        assert not one.sentinels_read(asked, {"a": [0.9] * 6}, weak=True)
-    assert not one.sentinels_read(asked, {"a": [1.4] * 6}, weak=True)
+        assert not one.sentinels_read(asked, {}, {"a": [0.9] * 6})
+    assert not one.sentinels_read(asked, {}, {"a": [1.4] * 6})
     for _ in range(20):  # it is not learned from a refuted call what is usual
-        assert one.sentinels_read(asked, {"a": [2.4] * 6}, weak=True)
+        assert one.sentinels_read(asked, {}, {"a": [2.4] * 6})
     assert orders(one, asked).withheld == {"a"}
 
 
@@ -403,7 +405,15 @@ def test_with_the_anchors_what_was_proved_of_them_is_discarded() -> None:
     guard, asked = proved(), request("a")
     breach(guard, asked, "a")
     assert orders(guard, asked).epoch == 1 and orders(guard, asked).withholds(EVERYTHING)
-    other = proved(MOVED)
+    find(guard, asked, ANCHORS)  # late checks of calls that they served, also below, say nothing of those that follow
+    for _ in range(20):
+        guard.observe(asked, ("a",), CHANGED)
+        assert guard.sentinels_read(asked, {"a": [0.9]}, {})
+    assert orders(guard, asked).epoch == guard.breaches == 1 and guard.fidelity(asked).curve == ()  # type: ignore[union-attr]
+    by_sentinels, other = proved(), proved(MOVED)
+    for _ in range(3):
+        by_sentinels.sentinels_read(asked, {"a": [0.9]}, {})
+    assert by_sentinels.breaches == 1 and by_sentinels.fidelity(asked) == guard.fidelity(asked)
     breach(other, asked, "a")
     assert orders(other, asked).rung == MOVED and orders(other, asked).withheld == {"a"}
 

@@ -55,6 +55,8 @@ class SavedGroup(BaseModel):
     records: list[tuple[str, str, GuardRecord]]
     """Agents, placeholders, and what is known of them"""
     proofs: list[SavedProof]
+    epochs: dict[str, int] = {}
+    """By agent, the breaches so far"""
 
 
 class GuardKey(NamedTuple):
@@ -89,19 +91,15 @@ class QualityGuard:
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
         of, owner = attrgetter("of.namespace.tenant"), attrgetter("namespace.tenant")
-        self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(ENTRIES, self._lose, of)
+        self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(ENTRIES, owner=of)
         self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * ENTRIES, owner=owner)
-        """Of records that are no longer kept: what they condemned stays condemned"""
+        """Breaches of all placeholders: what was condemned stays so, also once the records are no longer kept"""
         self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(ENTRIES, owner=owner)
         self._noise = MeanEvidence()
         """Nats a token of rounding alone, of all agents"""
         self._lock, self._rng = threading.Lock(), random.Random(0)
         self.suspicions = self.breaches = 0
         """Of all records, also those that are no longer kept"""
-
-    def _lose(self, key: GuardKey, record: GuardRecord) -> None:
-        if record.epoch:
-            self._epochs[key.of] = self._epochs.get(key.of, 0) + record.epoch
 
     def mode(self, request: GenerateRequest) -> GuardMode:
         """Return the mode that holds for a request; `off` for one that is not translated anyway."""
@@ -111,16 +109,18 @@ class QualityGuard:
         """Return what is withheld from translation in a request, how the rest is translated, and its agent's epoch."""
         records = {key: self._records.use(key, GuardRecord) for key in keys if key in self._records}
         withheld = frozenset(key.placeholder for key in keys if key in records and records[key].withheld)
-        # each of its placeholders' breaches is a new one
-        epoch = sum(record.epoch for record in records.values()) + self._epochs.get(request.workflow_agent, 0)
         watched = self._watched({key.placeholder: records.get(key) for key in keys})
         rung, is_proving = None, not isinf(budget := self.budget(request))
         if is_proving:
             rung = self._proofs.use(request.workflow_agent, Proof).choose(budget, ALPHA)
         if mode is GuardMode.SHADOW or (is_proving and rung is None):
             withheld, rung = frozenset((EVERYTHING,)), LEARNING if is_proving else None
-        ordered = replace(request.guard, withheld=withheld, rung=rung, epoch=epoch)
-        return replace(ordered, sentinels=SENTINELS, watched=watched)
+        epoch = self._epochs.get(request.workflow_agent, 0)
+        return replace(request.guard, withheld=withheld, rung=rung, epoch=epoch, sentinels=SENTINELS, watched=watched)
+
+    def _is_outdated(self, request: GenerateRequest) -> bool:
+        """Return whether anchors that a request may have used are discarded: it says nothing of those that follow."""
+        return request.guard.epoch < self._epochs.get(request.workflow_agent, 0)
 
     def budget(self, request: GenerateRequest) -> float:
         """Return the mean divergence that a request's agent may have; infinite: any, without proof."""
@@ -221,7 +221,7 @@ class QualityGuard:
         """
         budget = self.budget(request)
         with self._lock:
-            if (proof := self._proofs.get(request.workflow_agent)) is None:
+            if (proof := self._proofs.get(request.workflow_agent)) is None or self._is_outdated(request):
                 return
             for placeholder in placeholders:  # so that agents that are never proved are shown too
                 self._records.use(GuardKey(request.workflow_agent, placeholder), GuardRecord)
@@ -242,44 +242,48 @@ class QualityGuard:
     def observe(self, request: GenerateRequest, placeholders: Iterable[str], seen: DecisionComparison) -> None:
         """Take the comparison of an answer with these placeholders translated and one by dense prefill."""
         with self._lock:
-            for placeholder in placeholders:
+            for placeholder in () if self._is_outdated(request) else placeholders:
                 key = GuardKey(request.workflow_agent, placeholder)
                 record = self._records.use(key, GuardRecord)
-                before, epoch = record.state, record.epoch
-                self._learn(record, partial(record.observe, seen, self._settings))
-                if record.epoch > epoch and (proof := self._proofs.get(request.workflow_agent)):
-                    proof.forget_anchors()
-                _log_change(key, before, record, seen, is_breach=record.epoch > epoch)
+                before = record.state
+                is_breach = self._learn(key, record, partial(record.observe, seen, self._settings))
+                _log_change(key, before, record, seen, is_breach=is_breach)
 
-    def sentinels_read(self, request: GenerateRequest, errors: Errors, *, weak: bool = False) -> bool:
-        """Take the relative errors of a request's sentinel tokens of one kind: drawn ones, or `weak` ones. Returns
-        whether they refute what was translated: placeholders are withheld then.
+    def sentinels_read(self, request: GenerateRequest, drawn: Errors, weak: Errors) -> bool:
+        """Take the relative errors of a request's sentinel tokens. Returns whether they refute what was translated:
+        placeholders are withheld then.
         """
-        if not errors:
-            return False
         with self._lock:
-            keys = {name: GuardKey(request.workflow_agent, name) for name in errors}
+            keys = {name: GuardKey(request.workflow_agent, name) for name in sorted({*drawn, *weak})}
             records = {name: self._records.use(key, GuardRecord) for name, key in keys.items()}
             limit = inf if self._settings.max_changed == 1 else MAX_SENTINEL_ERROR
             usual = {name: one.weak_errors for name, one in records.items()}
-            blamed = refuted_by_weak(errors, usual, limit) if weak else refuted_by_drawn(errors, limit)
-            for name, found in sorted(errors.items()):
-                if weak and not blamed:
-                    usual[name].observe(fmean(found))
-                key, record, refuted = keys[name], records[name], name in blamed
+            blamed = refuted_by_drawn(drawn, limit) | refuted_by_weak(weak, usual, limit)
+            for name, key in keys.items() if not self._is_outdated(request) else ():
+                found = [*drawn.get(name, ()), *weak.get(name, ())]
+                if name in weak and not blamed:
+                    usual[name].observe(fmean(weak[name]))
+                record, refuted = records[name], name in blamed
                 before = record.state
-                self._learn(record, partial(record.read_sentinels, self._settings, refuted=refuted))
+                self._learn(key, record, partial(record.read_sentinels, self._settings, refuted=refuted))
                 if refuted:
                     what = "guard: %s: %s -> %s, withheld: sentinel error %.3g"
                     logger.warning(what, key, before, record.state, fmean(found))
         return bool(blamed)
 
-    def _learn(self, record: GuardRecord, learn: Callable[[], None]) -> None:
-        """Let a record learn something, and add what it finds to the counts of all records."""
+    def _learn(self, key: GuardKey, record: GuardRecord, learn: Callable[[], None]) -> bool:
+        """Let a record learn something, and add what it finds to the counts of all records. Returns whether it is a
+        breach, after which nothing is known of the agent's anchors.
+        """
         suspicions, epoch = record.suspicions, record.epoch
         learn()
         self.suspicions += record.suspicions - suspicions
-        self.breaches += record.epoch - epoch
+        if is_breach := record.epoch > epoch:
+            self.breaches += 1
+            self._epochs[key.of] = self._epochs.get(key.of, 0) + 1
+            if proof := self._proofs.get(key.of):
+                proof.forget_anchors()
+        return is_breach
 
     def notes(self, request: GenerateRequest) -> tuple[GuardNote, ...]:
         """Return the states of a request's placeholders, for its receipt."""
@@ -299,7 +303,7 @@ class QualityGuard:
 
     def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
         evidence = record.evidence
-        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, evidence.upper(ALPHA))
+        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, evidence.upper(record.alpha))
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
@@ -340,14 +344,18 @@ class QualityGuard:
             for agent, proof in self._proofs.items():
                 kept = SavedProof.of(agent.agent, proof).model_copy(deep=True)
                 groups[agent.namespace, agent.workflow].proofs.append(kept)
+            for agent, epoch in self._epochs.items():
+                groups[agent.namespace, agent.workflow].epochs[agent.agent] = epoch
         return {group: saved.model_dump(mode="json") for group, saved in groups.items()}
 
     def restore(self, groups: Mapping[Group, SavedGroup]) -> None:
         """Replace all records and proofs by these, as far as there is room."""
         with self._lock:
-            self._records.clear()
-            self._proofs.clear()
+            for forgotten in (self._records, self._proofs, self._epochs):
+                forgotten.clear()
             for group, held in groups.items():
+                for agent, epoch in held.epochs.items():
+                    self._epochs[WorkflowAgent(*group, AgentId(agent))] = epoch
                 for agent, placeholder, record in held.records:
                     self._records[GuardKey(WorkflowAgent(*group, AgentId(agent)), placeholder)] = record
                 for proof in held.proofs:

@@ -23,7 +23,8 @@ from kedge.errors import EngineClosed, GenerationFailed, Overloaded, Translation
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders
 from kedge.reuse.guard.fidelity import Proof
 from kedge.reuse.guard.guard import QualityGuard
-from kedge.reuse.guard.record import TRIALS
+from kedge.reuse.guard.record import SETTLED, TRIALS
+from kedge.reuse.plan import Sentinel
 from kedge.settings import GuardSettings
 from kedge.types import (
     Completion,
@@ -187,6 +188,15 @@ def test_answers_that_are_no_numbers_are_a_fault(fake: Fake) -> None:
     engine = fake(faulty=frozenset("a"), wrong=TokenLogprob(1, math.nan, ((1, math.nan),)))
     engine.ask(request())
     assert engine.state()["withheld"] and math.isfinite(engine.state()["max_kl"])  # type: ignore[arg-type]
+
+
+def test_a_call_is_one_trial_whichever_of_its_sentinel_tokens_are_off(fake: Fake) -> None:
+    calls = fake().calls
+    for error in (*[0.1] * SETTLED, 0.9):
+        asked, _ = calls.begin(request())
+        refuted = calls.sentinels_read(asked, {Sentinel(at, is_weak=at > 2): error for at in range(1, 9)})
+        assert refuted == (error > 0.5)
+    assert calls.guard.suspicions == 1
 
 
 @pytest.mark.parametrize(

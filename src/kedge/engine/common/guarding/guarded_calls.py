@@ -350,11 +350,9 @@ class GuardedCalls:
         """
         if request.request_id not in self._calls:
             return False
-        refuted = False
-        for weak in (False, True):
-            of_kind = {one.position: error for one, error in errors.items() if one.is_weak is weak}
-            refuted |= self.guard.sentinels_read(request, by_placeholder(request, of_kind), weak=weak)
-        return refuted
+        drawn = {one.position: error for one, error in errors.items() if not one.is_weak}
+        weak = {one.position: error for one, error in errors.items() if one.is_weak}
+        return self.guard.sentinels_read(request, by_placeholder(request, drawn), by_placeholder(request, weak))
 
     def _verdict(self, request: GenerateRequest) -> GuardVerdict:
         try:
