@@ -604,4 +604,5 @@ class EngineConformance:
         engine.close()
         engine.forecast({})
         engine.prepare(request)
+        engine.end_run(request.run_key)
         pytest.raises(EngineClosed, engine.submit, self.request(engine, fresh_text("closing")))

@@ -151,7 +151,7 @@ class Engine(ABC):
 
     @abstractmethod
     def end_run(self, run: RunKey) -> None:
-        """Forget what the run shared between its agents; an unknown run is no error."""
+        """Forget what the run shared between its agents. An unknown run is no error, nor is a closed engine."""
 
     @abstractmethod
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:

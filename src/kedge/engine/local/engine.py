@@ -304,8 +304,9 @@ class LocalEngine(Engine):
         return self._thread.ask(lambda: self._core.requests.cancel(request_id))
 
     def end_run(self, run: RunKey) -> None:
-        """Forget what the run shared between its agents."""
-        self._guard.checks.end_run(run, partial(self._thread.post, partial(self._core.end_run, run)))
+        """Forget what the run shared between its agents. A closed engine has forgotten it."""
+        with suppress(EngineClosed):
+            self._guard.checks.end_run(run, partial(self._thread.post, partial(self._core.end_run, run)))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         """Take the hint of how soon agents run. A closed engine ignores it."""

@@ -113,7 +113,8 @@ class ProcessEngine(Engine):
         return bool(self._ask("cancel", request_id))
 
     def end_run(self, run: RunKey) -> None:
-        self._tell("end_run", run)
+        with suppress(EngineClosed):
+            self._tell("end_run", run)
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         with suppress(EngineClosed):
