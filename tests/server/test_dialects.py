@@ -4,7 +4,10 @@ Whatever a session once had in it, its next turn is answered. Parameters of othe
 name, or named in the answer as ignored.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -12,7 +15,9 @@ import openai
 import pytest
 
 from kedge.engine.echo import EchoEngine
+from kedge.server.anthropic import MessagesBody
 from kedge.server.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
+from kedge.server.responses import ResponsesBody
 from kedge.types import SamplingParams
 from tests.server.conftest import CALL, MODEL, WEATHER, Talking, serving
 
@@ -141,6 +146,41 @@ def test_a_function_in_a_namespace_keeps_its_namespace(told: Talking) -> None:
         items: Any = [ASK, call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": ""}]
         client.responses.create(model=MODEL, input=items, tools=tools)
         assert f'"name": "{name}"' in told.prompt()
+
+
+def tools(kinds: Sequence[str | None]) -> list[dict[str, Any]]:
+    return [{"type": kind, "name": f"f{at}"} for at, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda n: ResponsesBody(input="?", tools=[{**SPACE, "tools": tools(["function"] * n)}]).chat(),
+        lambda n: ResponsesBody(
+            input=[{"type": "function_call", "call_id": "c", "name": "x"}] * n, tools=tools(["function"] * n)
+        ).chat(),
+        lambda n: MessagesBody(**HI, tools=tools(["x", None] * n)).chat(),
+    ],
+)
+def test_what_reading_costs_grows_with_the_body(read: Callable[[int], object]) -> None:
+    def steps(many: int) -> int:
+        """How many lines are run."""
+        lines, before = 0, sys.gettrace()
+
+        def count(*_: object) -> Any:
+            nonlocal lines
+            lines += 1
+            return count
+
+        sys.settrace(count)
+        try:
+            read(many)
+        finally:
+            sys.settrace(before)
+        return lines
+
+    _, few, more, most = map(steps, (10, 10, 310, 610))  # the first time, modules are imported
+    assert most - more < 1.2 * (more - few)
 
 
 # Anthropic's own ------------------------------------------------------------------------------------------------------
@@ -290,6 +330,16 @@ def test_a_number_that_json_cannot_write_is_said_again_as_null(told: Talking, pl
     body = f'{{"model": "{MODEL}", "input": "?", "stream": {str(is_streamed).lower()}, "{place}": {fields[place]}}}'
     answer = told.served.http().post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 200 and '"n":null' in answer.text.replace("[null]", "null")
+
+
+def test_what_nests_too_deeply_to_be_said_again_is_refused_before_it_is_answered(told: Talking) -> None:
+    before, answers = len(told.served.engine.requests), list[int]()
+    for depth in range(850, 999, 4):
+        body = f'{{"input": "?", "metadata": {{"x": {"[" * depth}{"]" * depth}}}}}'.ljust(1 << 17)
+        answer = told.served.http().post(RESPONSES, content=body, headers={"Content-Type": "application/json"})
+        answers.append(answer.status_code)
+    assert set(answers) == {200, 400}
+    assert len(told.served.engine.requests) - before == answers.count(200)
 
 
 # parameters -----------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ class MessagesBody(CallBody):
         chat = read_as(ChatBody, fields)
         if messages and (last := chat.messages[-1]).role == "assistant" and not last.tool_calls and last.text.strip():
             chat.continue_final_message = True
-        chat.left_out.extend(f"tools.{one.type}" for one in tools if one not in own)
+        chat.left_out.extend(f"tools.{one.type}" for one in tools if one.type not in (None, "custom"))
         return chat
 
 

@@ -7,14 +7,14 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 
 from kedge.checks import brief
 from kedge.errors import PromptTooLong, RequestError
-from kedge.server.http import ERRORS, EVENTS, PLACE, STREAMED, TypedRoute, accepted, event, read_as, usage
+from kedge.server.http import ERRORS, EVENTS, PLACE, STREAMED, TypedRoute, accepted, dumps, event, read_as, usage
 from kedge.server.openai.generation import answer, failure
 from kedge.server.openai.protocol import CallBody, ChatBody, Count, Function, Tool
 from kedge.server.openai.tool_calls import ToolCall, read_json
@@ -94,12 +94,11 @@ class ResponsesBody(CallBody):
                 messages.append({"role": item.get("role"), "content": item["content"], PLACE: place})
             case "function_call" | "custom_tool_call" | "local_shell_call" as kind:
                 name = "local_shell" if kind == "local_shell_call" else _text(item, "name", place)
-                whole = name, item.get("namespace")
-                named = (one.called for one in self.offered if (one.name, one.namespace) == whole)
+                tool = self.named.get((name, space)) if isinstance(space := item.get("namespace"), str) else None
                 given: Any = {"input": item.get("input")}
                 if kind != "custom_tool_call":
                     given = item.get("arguments" if kind == "function_call" else "action")
-                function = {"name": next(named, name), "arguments": given}
+                function = {"name": tool.called if tool else name, "arguments": given}
                 call = {"id": _text(item, "call_id", place), "function": function}
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", PLACE: place})
@@ -119,7 +118,7 @@ class ResponsesBody(CallBody):
     @cached_property
     def offered(self) -> list[NamedTool]:
         """The tools, with those in a namespace each by itself. Raises `RequestError`."""
-        offered: list[NamedTool] = []
+        offered, taken = list[NamedTool](), set[str]()
         for tool in self.tools or ():
             is_space = tool.get("type") == "namespace" and isinstance(tool.get("tools"), list)
             space = str(tool.get("name", "")) if is_space else ""
@@ -129,10 +128,16 @@ class ResponsesBody(CallBody):
                     offered.append(NamedTool(str(brief(kind)), ""))
                     continue
                 name = str(one.get("name", ""))
-                is_taken = bool(space) and any(one.name == name for one in offered)
+                is_taken = bool(space) and name in taken
+                taken.add(name)
                 function = read_as(Function, _function(one, f"{space}__{name}" if is_taken else name), "tools")
                 offered.append(NamedTool(kind, name, space, Tool(type="function", function=function)))
         return offered
+
+    @cached_property
+    def named(self) -> dict[str | tuple[str, str], NamedTool]:
+        """The tools by what the model calls them, and by name and namespace."""
+        return {key: one for one in self.offered for key in (one.called, (one.name, one.namespace))}
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,11 @@ class ResponsesWriter(AnswerWriter):
         self._id, self._created, self._asked = _new_id("resp"), int(time.time()), asked
         given = {**(asked.model_extra or {}), **dict(asked)}
         self._echoed = {name: default if given.get(name) is None else given[name] for name, default in ECHOED.items()}
+        for name, value in self._echoed.items():
+            try:  # as deep in the stack as it will be sent
+                dumps(reduce(lambda inner, _: [inner], range(64), value))
+            except RecursionError:
+                raise RequestError(name, "…", "nests too deeply") from None
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         """Whether the last item is a message that goes on"""
@@ -253,8 +263,7 @@ class ResponsesWriter(AnswerWriter):
             yield self._item_event("done", message)
 
     def _call(self, call: ToolCall) -> Iterator[bytes]:
-        known = {one.called: one for one in self._asked.offered}
-        tool = known.get(call.name) or NamedTool("function", call.name)
+        tool = self._asked.named.get(call.name) or NamedTool("function", call.name)
         field, kind, given = "arguments", "function_call", call.arguments
         if tool.kind == "custom":
             field, kind = "input", "custom_tool_call"

@@ -216,6 +216,7 @@ def nodes(node: Any) -> dict[str, Any]:
         nodes({"type": "array", "items": NODE, "minItems": 1}),
         nodes({"type": "array", "prefixItems": [NODE], "minItems": 1}),
         nodes({"oneOf": [NODE, having(NODE)]}),
+        nodes({"anyOf": [NODE] * 30_000}),
         nodes(
             {"type": ["object", "array"], "items": NODE, "minItems": 1, "properties": {"b": NODE}, "required": ["b"]}
         ),
@@ -240,8 +241,10 @@ def test_a_schema_that_requires_itself_has_no_end(schema: dict[str, Any]) -> Non
         having({"$ref": "#/nowhere"}),
         {"type": "object", "required": ["a"], "additionalProperties": False},
         {"allOf": 5, "required": [5], "type": [1], "properties": [], "minItems": "x", "items": 1},
-        nodes({"anyOf": [NODE] * 30_000}),
+        nodes({"anyOf": [dict(NODE) for _ in range(30_000)]}),
+        {**having(NODE), "required": ["a", "b"], "$defs": {"node": having({"anyOf": [SELF, {"type": "null"}]})}},
         {"$defs": {"a": having(NODE)}},
+        {"allOf": [dict(NODE) for _ in range(9_000)], "$defs": {"node": {"$ref": "#/" + "a/" * 100_000}}},
     ],
 )
 def test_a_schema_that_may_end_is_not_refused(schema: dict[str, Any]) -> None:

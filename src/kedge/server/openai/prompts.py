@@ -47,8 +47,9 @@ def of_chat(tokenizer: Tokenizer, body: ChatBody) -> tuple[Segment, ...]:
     if tokenizer.most is not None and len(body.messages) > tokenizer.most:  # each has a token, at least
         raise PromptTooLong.of("prompt_tokens", len(body.messages), tokenizer.most)
     inner: Any = getattr(tokenizer, "inner", None)
-    for name, value in (body.chat_template_kwargs or {}).items() if inner is not None else ():
-        if name != "documents" and name in signature(inner.apply_chat_template).parameters:
+    own = () if inner is None else signature(inner.apply_chat_template).parameters.keys() - {"documents"}
+    for name, value in (body.chat_template_kwargs or {}).items():
+        if name in own:
             raise RequestError(f"chat_template_kwargs.{name}", brief(value), "is no variable of a chat template")
     tools = [one.model_dump(exclude_none=True) for one in body.tools_to_use]
     given = Conversation([_for_template(one) for one in body.messages], tools, body.template_options)
@@ -194,16 +195,17 @@ def _forms(chat: Conversation) -> Iterator[Conversation]:
 def _merged(messages: Sequence[TemplateData]) -> list[TemplateData]:
     """Return messages in which none but the first is the system's, and no two of one person follow each other."""
     merged: list[TemplateData] = []
+    texts: list[list[str]] = []
     for one in messages:
-        is_late = one["role"] == "system" and any(before["role"] != "system" for before in merged)
-        message = {**one, "role": "user"} if is_late else one
-        before = merged[-1] if merged else {}
-        if message["role"] != "tool" and message["role"] == before.get("role") and "tool_calls" not in before:
-            texts = [text for text in (before["content"], message["content"]) if text]
-            message = {**message, "content": "\n\n".join(texts)}
-            merged.pop()
-        merged.append(message)
-    return merged
+        before = merged[-1] if merged else {"role": "system"}
+        message = {**one, "role": "user"} if one["role"] == "system" != before["role"] else one
+        if merged and message["role"] == before["role"] != "tool" and "tool_calls" not in before:
+            merged[-1] = message
+        else:
+            merged.append(message)
+            texts.append([])
+        texts[-1] += [message["content"]] if message["content"] else []
+    return [{**one, "content": "\n\n".join(parts)} for one, parts in zip(merged, texts, strict=True)]
 
 
 def _told(message: TemplateData) -> TemplateData:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import re
 import uuid
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import unquote
 
-from kedge.checks import brief
+from kedge.checks import MAX_GRAMMAR, brief
 from kedge.errors import RequestError
 from kedge.server.openai.protocol import ChatBody, Function, ResponseFormat
 from kedge.settings.sections import ToolCallFormat
@@ -226,34 +227,38 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     return "\n".join([start, f"content: {_json(schema, 'response_format.json_schema')}", *calls])
 
 
-def unkept(schema: Any, *, has_names: bool = False) -> Iterator[str]:
-    """Yield the keywords of a schema that its grammar does not keep; with `has_names`, of an object of schemas."""
-    if isinstance(schema, list):
-        for one in schema:
-            yield from unkept(one)
-    elif isinstance(schema, dict):
-        for name, part in schema.items():
+def unkept(schema: Any) -> Iterator[str]:
+    """Yield the keywords of a schema that its grammar does not keep."""
+    left = deque([(schema, False)])
+    while left:
+        part, has_names = left.popleft()
+        if isinstance(part, list):
+            left.extend((one, False) for one in part)
+        for name, inner in part.items() if isinstance(part, dict) else ():
             if not has_names and name in UNKEPT:
                 yield name
             elif has_names or name not in ("enum", "const", "default", "examples"):
                 maps = ("properties", "patternProperties", "$defs", "definitions")
-                yield from unkept(part, has_names=not has_names and name in maps)
+                left.append((inner, not has_names and name in maps))
 
 
 def can_end(schema: Mapping[str, Any], most: int = 20_000) -> bool:
     """Return whether some text conforms to a schema and ends: not where it requires itself, by whatever way. A schema
     that takes more than `most` looks at its parts may end.
     """
-    looks = iter(range(most))
+    looks, ended, known = iter(range(most)), set[int](), 0
 
-    def ends(part: Any, *within: str) -> bool:
-        """Return whether a part ends, within what it was referred to from."""
-        if not isinstance(part, Mapping) or "enum" in part or "const" in part or next(looks, None) is None:
+    def ends(part: Any, seen: set[int]) -> bool:
+        """Return whether a part is found to end. One that was `seen` before is not looked at again."""
+        if not isinstance(part, Mapping) or "enum" in part or "const" in part or id(part) in ended:
             return True
+        if id(part) in seen:
+            return False
+        if next(looks, None) is None:
+            return True
+        seen.add(id(part))
         reference = part.get("$ref")
-        if isinstance(reference, str) and (
-            reference in within or not ends(_referred(reference, schema), reference, *within)
-        ):
+        if isinstance(reference, str) and not ends(_referred(reference, schema), seen):
             return False
         kinds = [part["type"]] if isinstance(part.get("type"), str) else _list(part, "type")
         named, others = part.get("properties"), part.get("additionalProperties")
@@ -265,10 +270,17 @@ def can_end(schema: Mapping[str, Any], most: int = 20_000) -> bool:
         }
         wholes = [[_list(part, "allOf")], *([[one] for one in _list(part, name)] for name in ("anyOf", "oneOf"))]
         wholes.append([needed.get(str(kind), []) for kind in kinds])
-        return all(not ways or any(all(ends(one, *within) for one in way) for way in ways) for ways in wholes)
+        if not all(not ways or any(all(ends(one, seen) for one in way) for way in ways) for ways in wholes):
+            return False
+        ended.add(id(part))
+        return True
 
     try:
-        return ends(schema)
+        while not ends(schema, set()):
+            if len(ended) == known:
+                return False
+            known = len(ended)  # of what was seen too early, more may be found to end now
+        return True
     except RecursionError:
         return True
 
@@ -277,7 +289,9 @@ def _referred(reference: str, root: Any) -> Any:
     """Return the part of a schema that a reference names; None for one that is not found."""
     found = root
     for name in unquote(reference).split("/")[1:]:
-        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            return None
+        found = found.get(name.replace("~1", "/").replace("~0", "~"))
     return found
 
 
@@ -325,9 +339,10 @@ def _schema(wanted: ResponseFormat | None) -> Mapping[str, Any] | None:
 
 def _json(schema: Mapping[str, Any], key: str) -> str:
     """Return the grammar of a schema. Raises `RequestError` naming `key` for one to which nothing conforms."""
-    if not can_end(schema):
+    text = json.dumps({**schema, "x-guidance": ONE_LINE}, ensure_ascii=False)
+    if len(text) <= MAX_GRAMMAR and not can_end(schema):  # a longer one is refused by the engine
         raise RequestError(key, brief(schema), "requires itself without an end")
-    return "%json " + json.dumps({**schema, "x-guidance": ONE_LINE}, ensure_ascii=False)
+    return f"%json {text}"
 
 
 def _text(text: str) -> str:
