@@ -97,6 +97,11 @@ class BoundedConnection(Protocol):
         else:
             self._has_head()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete:  # else that of the next request, which has come already
+            self._await_head()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._has_head()
         super().connection_lost(exc)
