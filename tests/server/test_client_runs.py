@@ -12,7 +12,7 @@ import pytest
 from kedge.engine.echo import ByteTokenizer, EchoEngine
 from kedge.server import client_runs
 from kedge.types import GenerateRequest, Namespace, RunKey, SampleId, TenantId, ValueKind
-from tests.server.conftest import FLOW, YAML, Served, serving
+from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 
 CHAT = "/v1/chat/completions"
 TEAM = """
@@ -125,6 +125,21 @@ def test_a_turn_that_could_not_begin_did_not_happen(
     assert http.post(CHAT, content=content, headers={"Content-Type": "application/json"}).status_code == status
     asked(http, "first", {"user_question": "x"}, run="r")
     assert served.engine.requests[-1].produces == SampleId(ValueKind.AGENT, "first")
+
+
+def test_a_call_without_a_whole_answer_did_not_happen() -> None:
+    """It may be made again, ends no run, and an empty answer is one."""
+    said, question = {"first": "one" * 99, "last": "the end"}, {"user_question": "what?"}
+    with EchoEngine(said, delay_s=0.01) as engine, serving(engine) as running, running.http() as http:
+        http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
+        kedge = {"workflow": "pair", "agent": "first", "bindings": question, "run": "r", "final": True}
+        with http.stream("POST", CHAT, json={"messages": [], "kedge": kedge, "stream": True}) as begun:
+            next(begun.iter_lines())
+            (run,) = running.service.client_runs.by_tenant["default"].values()
+        wait_until(lambda: not run.turns["first"])
+        said["first"] = ""
+        assert [asked(http, agent, question, run="r").status_code for agent in said] == [200, 200]
+        assert prompts(engine.requests)[-1] == ("last", ["what?"])
 
 
 def test_the_engine_is_told_who_is_next_and_what_is_fixed(served: Served, http: httpx.Client) -> None:

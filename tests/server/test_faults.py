@@ -145,6 +145,14 @@ def test_a_client_that_goes_away_ends_its_generations(slow: Served, stream: bool
     wait_until(lambda: not slow.engine.in_flight)
 
 
+def test_a_run_whose_client_goes_away_is_counted(slow: Served) -> None:
+    body = {"inputs": {"user_question": "x" * 3000}, "stream": True}
+    with slow.http() as http, http.stream("POST", RUNS, json=body) as run:
+        next(line for line in run.iter_lines() if line == "event: text")
+    slow.wait_quiet()
+    assert 'request_success_total{finished_reason="cancelled"' in metrics(slow)
+
+
 def metrics(served: Served) -> str:
     return served.http().get("/metrics").text
 

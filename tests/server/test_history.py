@@ -60,8 +60,8 @@ def receipt(computed: int, device: int = 0) -> Receipt:
     )
 
 
-def completion(said: Receipt, ttft_ms: float = 10.0, tokens: tuple[int, ...] = (7,)) -> Completion:
-    return Completion(RequestId("x"), "a", tokens, FinishReason.STOP, said, ttft_ms, 2 * ttft_ms)
+def completion(said: Receipt, ttft_ms: float = 10.0, end: FinishReason = FinishReason.STOP) -> Completion:
+    return Completion(RequestId("x"), "a", (7,), end, said, ttft_ms, 2 * ttft_ms)
 
 
 def answer(history: History, asked: GenerateRequest, said: Receipt, ttft_ms: float = 10.0) -> None:
@@ -130,23 +130,29 @@ def test_nothing_grows() -> None:
     assert not history._tenants[ACME].live
 
 
-@given(st.lists(st.tuples(st.sampled_from(["submit", "begin", "answer", "fail", "cancel"]), st.integers(0, 5))))
+ENDS = {
+    "answer": completion(receipt(computed=3)),
+    "cancel": completion(receipt(computed=3), end=FinishReason.CANCELLED),
+    "fail": None,
+}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["submit", "begin", *ENDS]), st.integers(0, 5))))
 def test_whatever_happens_the_states_are_right(happened: list[tuple[str, int]]) -> None:
-    history, live, over = History(), dict[int, str](), Counter[str]()
+    counted, live, over = list[Completion](), dict[int, str](), Counter[str]()
+    history = History(count=lambda _, completion: counted.append(completion))
     for what, number in happened:
         name = request(number).request_id
         if what == "submit" and number not in live:
             history.submitted(request(number, f"a{number % 2}", run="r"))
             live[number] = "waiting"
-        elif what == "begin":
+        elif what == "begin" and number in live:
             history.begun(ACME, name)
-            live.update({number: "running"} if number in live else {})
-        elif what == "cancel":
-            history.cancelled(name)
-            over["stopped"] += live.pop(number, None) is not None
-        elif what != "submit":
-            history.ended(ACME, name, completion(receipt(computed=3)) if what == "answer" else None)
-            over["done" if what == "answer" else "stopped"] += live.pop(number, None) is not None
+            live[number] = "running"
+        elif what in ENDS and live.pop(number, None):
+            history.ended(ACME, name, ENDS[what])
+            over["done" if what == "answer" else "stopped"] += 1
+            assert counted[-1:] == [ENDS[what]] or not ENDS[what]
     calls = history.state(ACME)["calls"]
     assert Counter(call["state"] for call in calls) == Counter(live.values()) + over
     assert all(("tokens" in call) == (call["state"] == "done") for call in calls)

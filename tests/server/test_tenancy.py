@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import openai
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.errors import ConfigError, LimitReached, RequestError, Unauthenticated
+from kedge.errors import ConfigError, LimitReached, Unauthenticated
 from kedge.server.tenancy import Tenant, hashed, load_keys, new_key
 from kedge.settings import LimitSettings, ServerSettings
 from kedge.types import TenantId
@@ -98,14 +99,20 @@ def test_metrics_are_a_tenants_own_but_for_the_operator(two: Served) -> None:
 
 def test_requests_in_flight() -> None:
     tenant = Tenant(TenantId("a"), LimitSettings(requests_in_flight=2))
-    with pytest.raises(RequestError, match="n=3"):
-        tenant.admit(3)
     tenant.admit(2)
     with pytest.raises(LimitReached, match="requests_in_flight=2"):
         tenant.admit(1)
     tenant.give_back()
     tenant.admit(1)
     assert tenant.in_flight == 2
+
+
+@pytest.mark.parametrize("limit", [{"max_in_flight": 2}, {"limits": LimitSettings(requests_in_flight=2)}])
+def test_more_than_may_ever_run_at_once_is_a_bad_request(limit: Any) -> None:
+    with EchoEngine() as engine, serving(engine, ServerSettings(**limit)) as running, running.http() as http:
+        for body, field in (({"prompt": "x", "n": 3}, "n"), ({"prompt": ["x"] * 3}, "prompt")):
+            answer = http.post("/v1/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 def test_tokens_per_minute() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.runner.run import run
-from kedge.settings import ServerSettings
+from kedge.settings import LimitSettings, ServerSettings
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.spec import build_workflow
 from kedge.workloads.sandbox import SandboxResult
@@ -117,6 +117,19 @@ def test_events_can_be_read_again_and_from_where_one_was(http: httpx.Client) -> 
     assert http.get(path).text == whole
     rest = http.get(path, headers={"Last-Event-ID": "3"}).text
     assert events(rest)[1:] == events(whole)[5:]
+
+
+def test_a_run_that_takes_all_places_leaves_some_to_ask_and_to_follow_it() -> None:
+    settings = ServerSettings(max_in_flight=1, limits=LimitSettings(requests_in_flight=1))
+    with EchoEngine(delay_s=0.1) as engine, serving(engine, settings) as running, running.http() as http:
+        register(http)
+        run = http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x" * 999}}).json()
+        for path in ("/v1/guard", "/v1/dashboard/engine"):
+            assert http.get(path).status_code == 200
+        with running.http() as other, other.stream("GET", run["events"]) as followed:
+            assert (followed.status_code, http.get(run["events"]).status_code) == (200, 429)
+        assert http.post(f"/v1/runs/{run['id']}/cancel").json()["status"] == "running"
+        wait_until(lambda: http.get(run["events"]).status_code == 200)
 
 
 def test_a_run_that_is_cancelled_while_a_tool_works_calls_nobody_else(

@@ -42,7 +42,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed, KedgeError
 from kedge.runner.run import run
 from kedge.settings import EngineSettings
-from kedge.types import Completion, GenerateRequest, RequestId, ReuseMode, RunId, TenantId
+from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, ReuseMode, RunId, TenantId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
 from kedge.workloads import reading, real
@@ -173,7 +173,7 @@ class CallLog(Watcher):
 
     def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:  # noqa: ARG002
         begun = self._begun.pop(request_id, None)
-        if begun and completion:
+        if begun and completion and completion.finish_reason is not FinishReason.CANCELLED:
             self._calls.append(TimedCall(*begun, now(), completion))
 
 

@@ -13,7 +13,9 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 from kedge.checks import require_text
 from kedge.engine.base import Engine, Tokenizer
@@ -35,6 +37,7 @@ from kedge.types import (
     Tokens,
     ValueKind,
 )
+from kedge.workflow.export import columns, workflow_edges
 from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.step_graph import StepGraph
@@ -56,6 +59,14 @@ class Registered:
     """Mode of agents without a mode of their own; None for the server's default."""
     prompts: Mapping[AgentId, CompiledAgent]
     """Prompts of all agents, compiled for the served model."""
+
+    @cached_property
+    def drawn(self) -> dict[str, Any]:
+        """The workflow as a picture needs it: agents by column, and who hears whom. Takes a while the first time."""
+        flow = self.workflow
+        edges = [{"from": edge.start, "to": edge.to, "loop": edge.is_loop} for edge in workflow_edges(flow)]
+        titles = {agent.id: agent.title for agent in flow.agents if agent.title}
+        return {"name": flow.name, "columns": columns(flow), "edges": edges, "titles": titles}
 
     def agent(self, name: str) -> Agent:
         """Return the agent with this id. Raises `NotFound`."""
@@ -124,6 +135,16 @@ class ClientRuns:
         elif run:
             self.look_ahead(run)
         return [*outcomes, run_ended()] if ends_run(hints) else outcomes
+
+    def answered(self, run: ClientRun, hints: Hints, step: Step | None, answer: Completion) -> None:
+        """Record the whole answer to a call; of a step also what others read of it."""
+        if step:
+            tokens = self._engine.tokenizer.plain(answer.tokens)
+            run.answers[step.sample()] = Remembered.of(Value(tokens, step.sample()), answer.text)
+        if hints.final:
+            self.end(run)
+        elif hints.agent:
+            self.moved(run, hints.agent, has_ended=True)
 
     def moved(self, run: ClientRun, agent: AgentId, *, has_ended: bool) -> None:
         """Record the start of an agent's call, or its end."""
@@ -208,15 +229,10 @@ class ClientRun:
         self.running -= Counter({agent: 1})
 
     def undo(self, agent: AgentId, step: Step | None) -> None:
-        """Take back a call that could not begin, and its turn if that is the agent's newest."""
+        """Take back a call without an answer, and its turn if that is the agent's newest."""
         self.end_call(agent)
         if step and self.turns[agent] == step.turn + 1:
             self.turns[agent] -= 1
-
-    def keep(self, step: Step, completion: Completion, tokenizer: Tokenizer) -> None:
-        """Remember an answer that is not empty, as others read it."""
-        if tokens := tokenizer.plain(completion.tokens):
-            self.answers[step.sample()] = Remembered(Value(tokens, step.sample()), completion.text)
 
     def read(self, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None) -> None:
         """Remember what a step has read, `filled` for its template. What is left out of its prompt is empty."""

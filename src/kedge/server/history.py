@@ -23,7 +23,7 @@ from kedge.engine.common.watched import Watcher
 from kedge.reuse.reasons import pieces
 from kedge.server.http import CallFailure, receipt
 from kedge.structures.bounded import ENTRIES, BoundedDict
-from kedge.types import AgentKey, Completion, GenerateRequest, RequestId, TenantId, Tokens, WorkflowAgent
+from kedge.types import AgentKey, Completion, FinishReason, GenerateRequest, RequestId, TenantId, Tokens, WorkflowAgent
 from kedge.workflow.forecast import Changes
 
 REMEMBERED = 64
@@ -115,10 +115,15 @@ class History(Watcher):
     """What all tenants did. Any thread may tell and ask."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, keeps_texts: Callable[[TenantId], bool] = lambda _: False
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        keeps_texts: Callable[[TenantId], bool] = lambda _: False,
+        count: Callable[[TenantId, Completion], None] = lambda *_: None,
     ) -> None:
-        """`clock` in seconds; it never goes back. `keeps_texts` returns whether a tenant's texts may be kept."""
-        self._clock, self._lock, self.keeps_texts = clock, threading.Lock(), keeps_texts
+        """`clock` in seconds; it never goes back. `keeps_texts` returns whether a tenant's texts may be kept. `count`
+        takes every completion, also a cancelled one, one at a time.
+        """
+        self._clock, self._lock, self.keeps_texts, self._count = clock, threading.Lock(), keeps_texts, count
         self._tenants = defaultdict[TenantId, TenantHistory](TenantHistory)
 
     def submitted(self, request: GenerateRequest) -> None:
@@ -135,31 +140,26 @@ class History(Watcher):
 
     def begun(self, tenant: TenantId, request_id: RequestId) -> None:
         with self._changing(tenant) as mine:
-            if call := mine.live.get(request_id):  # else it is being cancelled
-                call.state, call.changed = CallState.RUNNING, mine.version
+            call = mine.live[request_id]
+            call.state, call.changed = CallState.RUNNING, mine.version
 
     def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:
-        """Take note that a request is over; without a completion there is no receipt of it. Idempotent."""
+        """Take note that a request is over; there is a receipt of it if it was answered."""
         with self._changing(tenant) as mine:
-            call = mine.live.pop(request_id, None)
-            if call is None:
-                return
-            call.at, call.changed = self._clock(), mine.version
-            call.state = CallState.DONE if completion else CallState.STOPPED
             if completion:
-                told = {"finish_reason": completion.finish_reason, "answer_tokens": len(completion.tokens)}
-                call.answer = {**receipt(completion), **told}
-            if completion and self.keeps_texts(tenant):
-                call.completion = completion
+                self._count(tenant, completion)
+            answer = completion if completion and completion.finish_reason is not FinishReason.CANCELLED else None
+            call = mine.live.pop(request_id)
+            call.at, call.changed = self._clock(), mine.version
+            call.state = CallState.DONE if answer else CallState.STOPPED
+            if answer:
+                told = {"finish_reason": answer.finish_reason, "answer_tokens": len(answer.tokens)}
+                call.answer = {**receipt(answer), **told}
+            if answer and self.keeps_texts(tenant):
+                call.completion = answer
                 mine.trim_texts()
             else:
                 call.request = None
-
-    def cancelled(self, request_id: RequestId) -> None:
-        with self._lock:
-            tenant = next((name for name, mine in self._tenants.items() if request_id in mine.live), None)
-        if tenant is not None:
-            self.ended(tenant, request_id)
 
     def forecast(self, changes: Changes) -> None:
         for key, next_run in changes.items():

@@ -12,7 +12,7 @@ from fastapi import Depends, Request
 
 from kedge.engine.base import Engine
 from kedge.engine.common.watched import WatchedEngine
-from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, Unauthenticated
+from kedge.errors import EngineClosed, KedgeError, NotFound, Overloaded, RequestError, Unauthenticated
 from kedge.hints import Hints, read_hints
 from kedge.server.client_runs import ClientRuns
 from kedge.server.history import History
@@ -36,8 +36,9 @@ class Service:
     def __init__(
         self, engine: Engine, settings: ServerSettings, keys: KeyRing, tracing: OpenTelemetry | None = None
     ) -> None:
+        self._tenants = {one.id: one for one in keys.tenants}
         chosen = {one.id: one.keep_texts for one in keys.tenants if one.keep_texts is not None}
-        self.history = History(keeps_texts=lambda tenant: chosen.get(tenant, settings.keep_texts))
+        self.history = History(keeps_texts=lambda tenant: chosen.get(tenant, settings.keep_texts), count=self._finished)
         self.engine = WatchedEngine(engine, self.history)
         self.settings, self.keys, self.tracing = settings, keys, tracing
         self.model_name = settings.model_name or BUNDLED_MODEL
@@ -63,12 +64,14 @@ class Service:
         tenant = request.state.tenant = self.keys.of_headers(request.headers)
         return tenant
 
-    def admit(self, tenant: Tenant, count: int) -> None:
+    def admit(self, tenant: Tenant, count: int, field: str = "n") -> None:
         """Reserve room for `count` generations of a tenant, to which each of them is given back.
 
-        Raises `LimitReached`, `Overloaded`, or `RequestError` for more than may ever run at once.
+        Raises `LimitReached`, `Overloaded`, or `RequestError` naming `field` for more than may ever run at once.
         """
         self.refuse_at_the_end()
+        if count > (most := min(tenant.limits.requests_in_flight, self.settings.max_in_flight)):
+            raise RequestError(field, count, f"at most {most} generations at once are allowed")
         tenant.admit(count)
         if self.in_flight > self.settings.max_in_flight:
             tenant.give_back(count)
@@ -138,10 +141,10 @@ class Service:
         self.metrics.ignored(tenant.id, ignored)
         return hints
 
-    def finished(self, tenant: Tenant, completion: Completion) -> None:
-        """Count a generation and charge its tokens."""
-        self.metrics.finished(tenant.id, completion)
-        tenant.allowed_tokens.use(completion.receipt.prompt_tokens + len(completion.tokens))
+    def _finished(self, tenant: TenantId, completion: Completion) -> None:
+        """Count a generation and charge its tokens. `History` calls it, once at a time."""
+        self.metrics.finished(tenant, completion)
+        self._tenants[tenant].allowed_tokens.use(completion.receipt.prompt_tokens + len(completion.tokens))
 
     def failed(self, tenant: TenantId | None, failure: CallFailure, *, is_listed: bool = True) -> None:
         """Count a call that was answered with an error, and report it; `tenant` is None where the key is unknown."""

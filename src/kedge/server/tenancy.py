@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field
 
 from kedge.engine.base import Quota
-from kedge.errors import ConfigError, LimitReached, NotFound, RequestError, Unauthenticated
+from kedge.errors import ConfigError, LimitReached, NotFound, Unauthenticated
 from kedge.settings import LimitSettings, SettingsSection
 from kedge.types import Namespace, TenantId
 
@@ -62,7 +62,7 @@ class Bucket:
 @dataclass(eq=False)
 class Tenant:
     """Authenticated caller: its limits, what it uses of them, and what it has on one server. Once the server runs,
-    only the event loop uses it.
+    only the event loop uses it; but whoever holds the lock of `History` takes tokens.
     """
 
     id: TenantId
@@ -73,6 +73,8 @@ class Tenant:
     clock: Callable[[], float] = time.monotonic
     in_flight: int = 0
     """Generations and runs that go on"""
+    followers: int = 0
+    """Streams of its runs' events, at most as many as requests in flight"""
     workflows: dict[str, Registered] = field(default_factory=dict)
     """By name, in the order in which they came, like its runs"""
     runs: dict[str, Any] = field(default_factory=dict)
@@ -83,13 +85,8 @@ class Tenant:
         self.allowed_hints = Bucket("hints_per_minute", self.limits.hints_per_minute, self.clock)
 
     def admit(self, count: int) -> None:
-        """Reserve room for `count` generations.
-
-        Raises `LimitReached`, or `RequestError` for more than may ever run at once.
-        """
+        """Reserve room for `count` generations. Raises `LimitReached`."""
         most = self.limits.requests_in_flight
-        if count > most:
-            raise RequestError("n", count, f"at most {most} generations at once are allowed")
         self.allowed_tokens.require()
         if self.in_flight + count > most:
             raise LimitReached("requests_in_flight", self.in_flight, f"at most {most} at once are allowed")

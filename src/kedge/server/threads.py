@@ -16,7 +16,7 @@ from kedge.errors import EngineClosed
 from kedge.types import RequestId
 
 WORK_THREADS = 4
-"""Threads for work of milliseconds: tokenizing, submitting, cancelling."""
+"""Threads for work of milliseconds: tokenizing, submitting; and to wait for the engine while runs have all others."""
 T = TypeVar("T")
 
 
@@ -43,7 +43,7 @@ class Threads:
     def __init__(self, engine: Engine, max_in_flight: int) -> None:
         self._engine = engine
         self._work = ThreadPoolExecutor(WORK_THREADS, "kedge-work")
-        self._wait = ThreadPoolExecutor(max_in_flight, "kedge-wait")
+        self._wait = ThreadPoolExecutor(max_in_flight + WORK_THREADS, "kedge-wait")
         self._asked: dict[Hashable, Future[Any]] = {}
         self._items: deque[tuple[Listener, Item]] = deque()
         self._is_woken = False

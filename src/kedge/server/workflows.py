@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Response
 from pydantic import Strict
 
-from kedge.errors import KedgeError, PromptTooLong, RequestError, SpecError, WorkflowError
+from kedge.errors import KedgeError, LimitReached, PromptTooLong, RequestError, SpecError, WorkflowError
 from kedge.guard import GuardMode
 from kedge.hints.without_prompt import outcomes
 from kedge.runner.prompts import compiled
@@ -127,8 +127,10 @@ def _checked(data: object, *, tools: bool) -> Workflow:
 @router.get("/v1/workflows")
 async def workflows(caller: TheCaller) -> Response:
     """List the tenant's workflows."""
-    known = sorted(caller.tenant.workflows.items())
-    return JSONAnswer({"object": "list", "data": [_described(one) for _, one in known]})
+    known = [one for _, one in sorted(caller.tenant.workflows.items())]
+    return await caller.service.threads.work(
+        lambda: JSONAnswer({"object": "list", "data": [_described(one) for one in known]})
+    )
 
 
 @router.get("/v1/workflows/{name}")
@@ -147,11 +149,12 @@ async def delete(name: str, caller: TheCaller) -> Response:
 
 def _described(one: Registered) -> dict[str, Any]:
     flow = one.workflow
+    places = {agent: at for at, agent in enumerate(flow.order)}
     agents = [
         {
             "id": agent.id,
             "title": agent.title,
-            "waits_for": [other for other in flow.order if other in flow.waits_for[AgentId(agent.id)]],
+            "waits_for": sorted(flow.waits_for[AgentId(agent.id)], key=places.__getitem__),
             "reads": [placeholder.name for placeholder in agent.placeholders],
             "tool": agent.tool is not None,
             "reuse": agent.reuse,
@@ -159,7 +162,7 @@ def _described(one: Registered) -> dict[str, Any]:
             "fidelity": shown_fidelity(agent.fidelity),
             "pick": agent.pick,
         }
-        for agent in map(flow.agent, flow.order)
+        for agent in sorted(flow.agents, key=lambda agent: places[AgentId(agent.id)])
     ]
     head = {"id": flow.name, "object": "workflow", "inputs": flow.inputs, "turns": flow.turns, "reuse": one.reuse}
     return {**head, "agents": agents}
@@ -258,7 +261,6 @@ class ServerRun:
                 self.service.threads.cancel([request])
         if event.completion:
             self.in_flight.discard(request)
-            self.service.finished(self.tenant, event.completion)
         if event.kind is not EventKind.TEXT or event.text:
             data: dict[str, Any] = {"agent": event.agent, "turn": event.turn}
             if event.completion:
@@ -355,8 +357,16 @@ async def one_run(run: str, caller: TheCaller) -> Response:
 @router.get("/v1/runs/{run}/events", response_class=Response, responses=STREAMED)
 async def events(run: str, caller: TheCaller, last_event_id: Annotated[int | None, Header()] = None) -> Response:
     """Stream the past and future events of a run, from behind `Last-Event-ID` if that is given."""
-    served: ServerRun = found("run", caller.tenant.runs, run)
-    return EventStream(served.follow(0 if last_event_id is None else last_event_id + 1), lambda: None)
+    tenant, most = caller.tenant, caller.tenant.limits.requests_in_flight
+    served: ServerRun = found("run", tenant.runs, run)
+    if tenant.followers >= most:
+        raise LimitReached("followers", tenant.followers, f"at most {most} at once are allowed")
+
+    def end() -> None:
+        tenant.followers -= 1
+
+    tenant.followers += 1
+    return EventStream(served.follow(0 if last_event_id is None else last_event_id + 1), end)
 
 
 @router.post("/v1/runs/{run}/cancel", status_code=202)

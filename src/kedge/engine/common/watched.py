@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from kedge.engine.base import Engine, Item, Listener, Quota, Stream
+from kedge.engine.base import Engine, Item, Quota, Stream
+from kedge.engine.common.stream import TokenStream
 from kedge.engine.validation import sensible_hints
 from kedge.hints.actions import ActionOutcome
 from kedge.types import (
     Completion,
-    FinishReason,
     GenerateRequest,
     Namespace,
     RequestId,
     RunKey,
     TenantId,
-    TokenDelta,
     Tokens,
     TurnHints,
 )
@@ -35,10 +33,9 @@ class Watcher:
         """Take note of a request's first token."""
 
     def ended(self, tenant: TenantId, request_id: RequestId, completion: Completion | None = None) -> None:
-        """Take note that a request is over, without a completion where there is no answer. The first call counts."""
-
-    def cancelled(self, request_id: RequestId) -> None:
-        """Take note that a request is being cancelled; its stream may have no reader who would report its end."""
+        """Take note, once, that a request is over: without a completion where it failed. That of a cancelled one is no
+        answer.
+        """
 
     def forecast(self, changes: Changes) -> None:
         """Take note of the changes of the forecast."""
@@ -82,10 +79,7 @@ class WatchedEngine(Engine):
         return self._engine.traffic(owns)
 
     def cancel(self, request_id: RequestId) -> bool:
-        was_known = self._engine.cancel(request_id)
-        if was_known:
-            self._watcher.cancelled(request_id)
-        return was_known
+        return self._engine.cancel(request_id)
 
     def end_run(self, run: RunKey) -> None:
         self._engine.end_run(run)
@@ -99,48 +93,19 @@ class WatchedEngine(Engine):
         self._engine.close()
 
 
-class WatchedStream:
-    """A stream that reports its first token and its end, see `kedge.engine.base.Stream`."""
+class WatchedStream(TokenStream):
+    """A stream that reports its first token and its end as they come, whether or not anybody reads it."""
 
     def __init__(self, stream: Stream, tenant: TenantId, watcher: Watcher) -> None:
-        self.request_id = stream.request_id
-        self._stream, self._tenant, self._watcher = stream, tenant, watcher
-        self._has_begun = False
+        super().__init__(stream.request_id)
+        self._tenant, self._watcher, self._has_begun = tenant, watcher, False
+        stream.listen(self.put)
 
-    def __iter__(self) -> Iterator[TokenDelta]:
-        try:
-            for delta in self._stream:
-                self._tell(delta)
-                yield delta
-        finally:
-            self._tell_end(None)
-
-    def result(self, timeout: float | None = None) -> Completion:
-        completion = self._stream.result(timeout)
-        self._tell_end(completion)
-        return completion
-
-    def listen(self, listener: Listener) -> None:
-        """Pass everything to the listener and the watcher."""
-        self._stream.listen(partial(self._hear, listener))
-
-    def _hear(self, listener: Listener, item: Item) -> None:
-        if isinstance(item, BaseException):
-            self._tell_end(None)
-        else:
-            self._tell(item)
-        listener(item)
-
-    def _tell(self, delta: TokenDelta) -> None:
-        if delta.tokens and not self._has_begun:
+    def put(self, item: Item) -> None:
+        delta = None if isinstance(item, BaseException) else item
+        if delta and delta.tokens and not self._has_begun:
             self._has_begun = True
             self._watcher.begun(self._tenant, self.request_id)
-        if delta.completion:
-            self._tell_end(delta.completion)
-
-    def _tell_end(self, completion: Completion | None) -> None:
-        """Report the end; only the first call counts. None, or a cancelled completion, means that there is no
-        answer.
-        """
-        answered = completion and completion.finish_reason is not FinishReason.CANCELLED
-        self._watcher.ended(self._tenant, self.request_id, completion if answered else None)
+        if delta is None or delta.completion:
+            self._watcher.ended(self._tenant, self.request_id, delta.completion if delta else None)
+        super().put(item)

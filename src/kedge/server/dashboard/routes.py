@@ -21,8 +21,6 @@ from kedge.server.history import text_of
 from kedge.server.http import ERRORS, JSONAnswer
 from kedge.server.service import Service, TheCaller
 from kedge.types import TenantId, Tokens, WorkflowAgent, is_owned
-from kedge.workflow.export import columns, workflow_edges
-from kedge.workflow.graph import Workflow
 
 files = StaticFiles(packages=[("kedge.server.dashboard", "static")])
 PAGE_HEADERS = {
@@ -53,12 +51,13 @@ async def state(caller: TheCaller, since: int = 0) -> Response:
     service, tenant = caller.service, caller.tenant
     told = service.history.state(tenant.id, since)
     condition, reason = health(service)
+    drawn = await service.threads.work(lambda: [one.drawn for one in list(tenant.workflows.values())])
     about = {"model": service.model_name, "version": __version__, "open": service.keys.is_open}
     return JSONAnswer(
         {
             "server": {**about, "started": service.started},
             "health": {"state": condition, "reason": reason},
-            "workflows": [_drawn(one.workflow) for one in tenant.workflows.values()],
+            "workflows": drawn,
             "runs": [
                 # of clients' runs those that go on: any other run of a call has ended
                 *({**one.brief(), "reason": one.failure and one.failure.reason} for one in tenant.runs.values()),
@@ -79,13 +78,6 @@ def health(service: Service) -> tuple[str, str]:
     if service.in_flight >= most:
         return "overloaded", f"all {most} places for generations and runs are taken"
     return "healthy", ""
-
-
-def _drawn(flow: Workflow) -> dict[str, Any]:
-    """A workflow as a picture needs it: agents by column, and who hears whom."""
-    edges = [{"from": edge.start, "to": edge.to, "loop": edge.is_loop} for edge in workflow_edges(flow)]
-    titles = {agent.id: agent.title for agent in flow.agents if agent.title}
-    return {"name": flow.name, "columns": columns(flow), "edges": edges, "titles": titles}
 
 
 # what the engine holds ------------------------------------------------------------------------------------------------

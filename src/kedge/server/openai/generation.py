@@ -192,8 +192,9 @@ class Generation:
                 raise
             return streams
 
-        count = self.body.choices_per_prompt * (len(self.body.prompts) if isinstance(self.body, CompletionBody) else 1)
-        service.admit(tenant, count)
+        asked = len(self.body.prompts) if isinstance(self.body, CompletionBody) else 1
+        count = self.body.choices_per_prompt * asked
+        service.admit(tenant, count, "prompt" if asked > 1 else "n")
         if run and agent:
             self.step = run.call(agent, fills=fills)
         elif fills:
@@ -230,7 +231,6 @@ class Generation:
             self.caller.tenant.give_back()
         if isinstance(item, TokenDelta) and item.completion:
             self.completions[at] = item.completion
-            self.caller.service.finished(self.caller.tenant, item.completion)
             if item.completion.finish_reason is FinishReason.CANCELLED:
                 item = EngineClosed("choice", at, "its generation was cancelled")
         self.arrive(item if isinstance(item, BaseException) else (at, item))
@@ -241,16 +241,18 @@ class Generation:
 
     def _is_over(self) -> None:
         """Book the end of all generations."""
-        run, runs, hints = self.run, self.caller.service.client_runs, self.hints
+        del self.caller.service.calls[self]
         if self._span:
             self._span.ended([one for one in self.completions if one])
-        if run and self.step and self.completions[0]:
-            run.keep(self.step, self.completions[0], self.caller.service.engine.tokenizer)
-        if run and hints.final:
-            runs.end(run)
-        elif run and hints.agent:
-            runs.moved(run, hints.agent, has_ended=True)
-        del self.caller.service.calls[self]
+        self._leave()
+
+    def _leave(self) -> None:
+        """Tell the call's run, once, what came of it: without a whole answer it was not made, and may be made again."""
+        run, self.run, hints, answer = self.run, None, self.hints, self.completions[0]
+        if run and (answer is None or answer.finish_reason is FinishReason.CANCELLED):
+            run.undo(hints.agent, self.step)
+        elif run and answer:
+            self.caller.service.client_runs.answered(run, hints, self.step, answer)
 
     async def batches(self) -> AsyncIterator[list[tuple[int, TokenDelta]]]:
         """Yield the deltas that have arrived since the last batch, each with the number of its generation.
@@ -298,6 +300,7 @@ class Generation:
 
     def end(self) -> None:
         """Stop reading: cancel the generations that still run."""
+        self._leave()  # before its client can call again
         left = [name for name, done in zip(self._ids, self.completions, strict=True) if done is None]
         self.caller.service.threads.cancel(left)
 
