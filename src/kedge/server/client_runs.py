@@ -224,14 +224,10 @@ class ClientRun:
         self.turns[agent] += 1
         return Step(agent, self.turns[agent] - 1)
 
-    def end_call(self, agent: AgentId) -> None:
-        """Count a call of `agent` as ended."""
+    def end_call(self, agent: AgentId, undone: Step | None = None) -> None:
+        """Count a call of `agent` as ended; without an answer its step is `undone`, if that is the agent's newest."""
         self.running -= Counter({agent: 1})
-
-    def undo(self, agent: AgentId, step: Step | None) -> None:
-        """Take back a call without an answer, and its turn if that is the agent's newest."""
-        self.end_call(agent)
-        if step and self.turns[agent] == step.turn + 1:
+        if undone and self.turns[agent] == undone.turn + 1:
             self.turns[agent] -= 1
 
     def read(self, registered: Registered, step: Step, filled: GenerateRequest, asked: ReuseMode | None) -> None:

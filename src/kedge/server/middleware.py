@@ -92,9 +92,7 @@ class BoundedConnection(Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._await_head()
-        else:
+        if self.cycle is not None and not self.cycle.response_complete:
             self._has_head()
 
     def on_response_complete(self) -> None:

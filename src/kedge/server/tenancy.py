@@ -73,12 +73,12 @@ class Tenant:
     clock: Callable[[], float] = time.monotonic
     in_flight: int = 0
     """Generations and runs that go on"""
-    followers: int = 0
-    """Streams of its runs' events, at most as many as requests in flight"""
     workflows: dict[str, Registered] = field(default_factory=dict)
     """By name, in the order in which they came, like its runs"""
     runs: dict[str, Any] = field(default_factory=dict)
     """Those that the server drives, by their ids: all that go on, and the last ended ones"""
+    followed: list[Any] = field(default_factory=list)
+    """The run of each stream of events: at most as many as requests in flight"""
 
     def __post_init__(self) -> None:
         self.allowed_tokens = Bucket("tokens_per_minute", self.limits.tokens_per_minute, self.clock)

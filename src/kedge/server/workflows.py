@@ -127,10 +127,9 @@ def _checked(data: object, *, tools: bool) -> Workflow:
 @router.get("/v1/workflows")
 async def workflows(caller: TheCaller) -> Response:
     """List the tenant's workflows."""
-    known = [one for _, one in sorted(caller.tenant.workflows.items())]
-    return await caller.service.threads.work(
-        lambda: JSONAnswer({"object": "list", "data": [_described(one) for one in known]})
-    )
+    known = sorted(caller.tenant.workflows.items())
+    told = await caller.service.threads.work(lambda: [_described(one) for _, one in known])
+    return JSONAnswer({"object": "list", "data": told})
 
 
 @router.get("/v1/workflows/{name}")
@@ -321,16 +320,16 @@ async def start(name: str, body: RunBody, caller: TheCaller) -> Response:
     for unknown in body.model_extra or {}:
         raise RequestError(unknown, "…", "must be one of inputs, reuse, guard, stream")
 
-    def check() -> None:
+    def checked() -> Workflow:
         check_inputs(flow.workflow, body.inputs)
         for key, text in body.inputs.items():
             try:
                 service.engine.tokenizer.measure(text)
             except PromptTooLong as error:
                 raise PromptTooLong.of(f"inputs.{key}", error.tokens, error.most) from None
+        return flow.for_run(default, body.reuse, body.guard)
 
-    await service.threads.work(check)
-    workflow = flow.for_run(default, body.reuse, body.guard)
+    workflow = await service.threads.work(checked)
     service.admit(tenant, 1)
     served = ServerRun(service, tenant, workflow, body.inputs)
     tenant.runs[served.id] = served
@@ -359,14 +358,11 @@ async def events(run: str, caller: TheCaller, last_event_id: Annotated[int | Non
     """Stream the past and future events of a run, from behind `Last-Event-ID` if that is given."""
     tenant, most = caller.tenant, caller.tenant.limits.requests_in_flight
     served: ServerRun = found("run", tenant.runs, run)
-    if tenant.followers >= most:
-        raise LimitReached("followers", tenant.followers, f"at most {most} at once are allowed")
-
-    def end() -> None:
-        tenant.followers -= 1
-
-    tenant.followers += 1
-    return EventStream(served.follow(0 if last_event_id is None else last_event_id + 1), end)
+    if len(tenant.followed) >= most:
+        raise LimitReached("followers", len(tenant.followed), f"at most {most} at once are allowed")
+    tenant.followed.append(served)
+    start = 0 if last_event_id is None else last_event_id + 1
+    return EventStream(served.follow(start), partial(tenant.followed.remove, served))
 
 
 @router.post("/v1/runs/{run}/cancel", status_code=202)

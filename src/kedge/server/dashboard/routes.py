@@ -114,14 +114,9 @@ def look_into(
     seen = {"cached": cached, "pools": own["pools"], "guard": own.get("guard", {}).get("agents")}
     if blocks is None:
         return seen
-    tiers = {
-        "device": {held: blocks[f"{held}_blocks"] for held in ("cached", "leased", "loading", "free")},
-        "host": {
-            "cached": blocks["host_cached_blocks"],
-            "offloading": blocks["offloading_blocks"],
-            "free": blocks["host_free_blocks"],
-        },
-    }
+    device = {held: blocks[f"{held}_blocks"] for held in ("cached", "leased", "loading", "free")}
+    host = {"cached": blocks["host_cached_blocks"], "free": blocks["host_free_blocks"]}
+    tiers = {"device": device, "host": {**host, "offloading": blocks["offloading_blocks"]}}
     return {**seen, "tiers": tiers, "prefetch": blocks["transfers"]["prefetch"]}
 
 

@@ -209,7 +209,7 @@ class Generation:
             if self._span:
                 self._span.failed(error)
             if run and agent:
-                run.undo(agent, self.step)
+                run.end_call(agent, self.step)
             self._name_field(error)
             raise
         self.completions, self._ids = [None] * len(streams), [stream.request_id for stream in streams]
@@ -250,7 +250,7 @@ class Generation:
         """Tell the call's run, once, what came of it: without a whole answer it was not made, and may be made again."""
         run, self.run, hints, answer = self.run, None, self.hints, self.completions[0]
         if run and (answer is None or answer.finish_reason is FinishReason.CANCELLED):
-            run.undo(hints.agent, self.step)
+            run.end_call(hints.agent, self.step)
         elif run and answer:
             self.caller.service.client_runs.answered(run, hints, self.step, answer)
 

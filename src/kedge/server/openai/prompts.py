@@ -194,18 +194,15 @@ def _forms(chat: Conversation) -> Iterator[Conversation]:
 
 def _merged(messages: Sequence[TemplateData]) -> list[TemplateData]:
     """Return messages in which none but the first is the system's, and no two of one person follow each other."""
-    merged: list[TemplateData] = []
-    texts: list[list[str]] = []
+    groups: list[list[TemplateData]] = []
     for one in messages:
-        before = merged[-1] if merged else {"role": "system"}
+        before = groups[-1][-1] if groups else {"role": "system"}
         message = {**one, "role": "user"} if one["role"] == "system" != before["role"] else one
-        if merged and message["role"] == before["role"] != "tool" and "tool_calls" not in before:
-            merged[-1] = message
+        if groups and message["role"] == before["role"] != "tool" and "tool_calls" not in before:
+            groups[-1].append(message)
         else:
-            merged.append(message)
-            texts.append([])
-        texts[-1] += [message["content"]] if message["content"] else []
-    return [{**one, "content": "\n\n".join(parts)} for one, parts in zip(merged, texts, strict=True)]
+            groups.append([message])
+    return [{**some[-1], "content": "\n\n".join(one["content"] for one in some if one["content"])} for some in groups]
 
 
 def _told(message: TemplateData) -> TemplateData:

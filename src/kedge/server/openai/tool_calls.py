@@ -246,19 +246,17 @@ def can_end(schema: Mapping[str, Any], most: int = 20_000) -> bool:
     """Return whether some text conforms to a schema and ends: not where it requires itself, by whatever way. A schema
     that takes more than `most` looks at its parts may end.
     """
-    looks, ended, known = iter(range(most)), set[int](), 0
+    looks, known, found = iter(range(most)), dict[int, bool](), 0
 
-    def ends(part: Any, seen: set[int]) -> bool:
-        """Return whether a part is found to end. One that was `seen` before is not looked at again."""
-        if not isinstance(part, Mapping) or "enum" in part or "const" in part or id(part) in ended:
+    def ends(part: Any) -> bool:
+        """Return whether a part is found to end; within itself it is not yet."""
+        if not isinstance(part, Mapping) or "enum" in part or "const" in part:
             return True
-        if id(part) in seen:
-            return False
-        if next(looks, None) is None:
-            return True
-        seen.add(id(part))
+        if id(part) in known or next(looks, None) is None:
+            return known.get(id(part), True)
+        known[id(part)] = False
         reference = part.get("$ref")
-        if isinstance(reference, str) and not ends(_referred(reference, schema), seen):
+        if isinstance(reference, str) and not ends(_referred(reference, schema)):
             return False
         kinds = [part["type"]] if isinstance(part.get("type"), str) else _list(part, "type")
         named, others = part.get("properties"), part.get("additionalProperties")
@@ -270,16 +268,16 @@ def can_end(schema: Mapping[str, Any], most: int = 20_000) -> bool:
         }
         wholes = [[_list(part, "allOf")], *([[one] for one in _list(part, name)] for name in ("anyOf", "oneOf"))]
         wholes.append([needed.get(str(kind), []) for kind in kinds])
-        if not all(not ways or any(all(ends(one, seen) for one in way) for way in ways) for ways in wholes):
-            return False
-        ended.add(id(part))
-        return True
+        is_fit = all(not ways or any(all(ends(one) for one in way) for way in ways) for ways in wholes)
+        known[id(part)] = is_fit
+        return is_fit
 
     try:
-        while not ends(schema, set()):
-            if len(ended) == known:
+        while not ends(schema):
+            known = {part: True for part, may_end in known.items() if may_end}
+            if len(known) == found:
                 return False
-            known = len(ended)  # of what was seen too early, more may be found to end now
+            found = len(known)  # what was looked at before them may end now
         return True
     except RecursionError:
         return True
