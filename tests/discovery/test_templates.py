@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.discovery import token_bytes
+from kedge.discovery.bounds import MAX_LOOKED_AT
 from kedge.discovery.templates import Example, Occurrence, PromptTemplate, Slot, learn
 from kedge.types import Tokens
 
@@ -85,6 +86,22 @@ def test_known_texts_that_some_examples_lack_or_have_in_another_order_are_no_slo
 def test_examples_that_are_equal_or_have_no_common_beginning_have_no_template() -> None:
     assert learn([example(HEAD, END)] * 3) is None
     assert learn([example((at,), HEAD, END) for at in range(3)]) is None
+
+
+def test_prompts_of_many_slots_have_a_template_with_some_of_them() -> None:
+    fixed = [tuple(range(9000 + row * 9, 9009 + row * 9)) for row in range(1500)]
+    prompts: list[Value] = [sum(((at, *one) for one in fixed), HEAD) for at in range(3)]
+    template = learn([example(prompt) for prompt in prompts])
+    assert template is not None and len(template.slots) == MAX_LOOKED_AT + 1
+    assert all(contents(template, prompt) for prompt in prompts)
+
+
+def test_fixed_text_that_stands_twice_is_found_in_a_part_that_has_it_once() -> None:
+    again, other = tuple(range(400, 410)), tuple(range(500, 510))
+    values = [((at, 9, at), (at, 8), (at, 7), (at, 6)) for at in range(3)]
+    rows = [example(HEAD, a, MIDDLE, again, b, again, c, other, again, d, END) for a, b, c, d in values]
+    template = learn(rows)
+    assert template is not None and len(template.slots) == 4
 
 
 def test_a_slot_that_one_example_leaves_empty_takes_a_token_of_what_follows() -> None:

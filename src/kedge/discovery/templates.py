@@ -6,12 +6,13 @@ as another agent's answer, makes a slot by itself; else a slot is what differs b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import LEAST_TOKENS
+from kedge.discovery.bounds import LEAST_TOKENS, MAX_LOOKED_AT
 
 _ANSWER = "answer."
 """What the labels of answers begin with"""
@@ -104,10 +105,10 @@ def learn(examples: Sequence[Example]) -> PromptTemplate | None:
     orders = [[one for one in each if one in in_all] for each in sequences]
     labels = [label for at, label in enumerate(in_all) if all(order[at] == label for order in orders)]
     rows = [_split(example, labels) for example in examples]
-    parts: list[_Part] = []
+    parts, room = list[_Part](), iter(range(MAX_LOOKED_AT))
     for column in zip(*rows, strict=True):
         known = [one for one in column if isinstance(one, Slot)]
-        parts += [known[0]] if known else _aligned([one for one in column if isinstance(one, bytes)])
+        parts += [known[0]] if known else _aligned([one for one in column if isinstance(one, bytes)], room)
     head, *rest = _merged(parts)
     if not rest or not isinstance(head, bytes):
         return None
@@ -133,8 +134,12 @@ def _split(example: Example, labels: Sequence[str]) -> list[_Part]:
     return parts
 
 
-def _aligned(texts: Sequence[bytes]) -> Iterator[_Part]:
-    """Yield the fixed text and the slots of texts that are at the same place of all prompts."""
+def _aligned(texts: Sequence[bytes], room: Iterator[int], passes: int = 2) -> Iterator[_Part]:
+    """Yield the fixed text and the slots of texts that are at the same place of all prompts.
+
+    `room` is for so many stretches of fixed text between slots. The parts that those make of the texts are looked at in
+    the next of the `passes`: what stands twice in the whole may stand once in a part.
+    """
     if len(set(texts)) == 1:
         yield texts[0]
         return
@@ -145,25 +150,38 @@ def _aligned(texts: Sequence[bytes]) -> Iterator[_Part]:
         head, tail = (head, tail - 1) if tail else (max(0, head - 1), 0)
     yield token_bytes.cut(texts[0], 0, head)
     between = [token_bytes.cut(text, head, token_bytes.size(text) - tail) for text in texts]
-    if places := _common_window(between):  # several slots, with fixed text between them
-        pairs = list(zip(between, places, strict=True))
-        yield from _aligned([token_bytes.cut(text, 0, at) for text, at in pairs])
-        yield from _aligned([token_bytes.cut(text, at, token_bytes.size(text)) for text, at in pairs])
-    else:
-        yield Slot("", between[0])
+    stretches = list(_stretches(between, room)) if passes else []
+    for starts, stops in pairwise([[0] * len(texts), *stretches, [token_bytes.size(text) for text in between]]):
+        parts = [token_bytes.cut(*one) for one in zip(between, starts, stops, strict=True)]
+        yield from _aligned(parts, room, passes - 1) if stretches else [Slot("", parts[0])]
     yield token_bytes.cut(texts[0], token_bytes.size(texts[0]) - tail, token_bytes.size(texts[0]))
 
 
-def _common_window(texts: Sequence[bytes]) -> list[int] | None:
-    """Return where in each text `LEAST_TOKENS` tokens are that all have once, behind the first; None: nowhere."""
+def _stretches(texts: Sequence[bytes], room: Iterator[int]) -> Iterator[list[int]]:
+    """Yield where in each text fixed text begins, in the same order: `LEAST_TOKENS` tokens that all have once."""
     shortest = min(texts, key=len)
     ends = max(0, token_bytes.size(shortest) - LEAST_TOKENS + 1)
-    for at in range(1, ends, 1 + ends // MAX_WINDOWS):
-        window = token_bytes.cut(shortest, at, at + LEAST_TOKENS)
-        places = [token_bytes.find_once(text, window) for text in texts]
-        if min(places) > 0:
-            return places
-    return None
+    starts = range(1, ends, 1 + ends // MAX_WINDOWS)
+    found = [_once(text, {token_bytes.cut(shortest, at, at + LEAST_TOKENS) for at in starts}) for text in texts]
+    before = [0] * len(texts)
+    for places in sorted([one.get(window, -1) for one in found] for window in found[0]):
+        rows = list(zip(texts, before, places, strict=True))
+        if any(place <= last for _, last, place in rows):
+            continue
+        if len({token_bytes.cut(*row) for row in rows}) > 1:  # else it goes on with the same fixed text
+            if next(room, None) is None:
+                return
+            yield places
+        before = places
+
+
+def _once(text: bytes, wanted: Collection[bytes]) -> dict[bytes, int]:
+    """Return where in a text those of the `wanted` `LEAST_TOKENS` tokens are that it has, -1 for more than once."""
+    found: dict[bytes, int] = {}
+    for at in range(token_bytes.size(text) - LEAST_TOKENS + 1):
+        if (window := token_bytes.cut(text, at, at + LEAST_TOKENS)) in wanted:
+            found[window] = -1 if window in found else at
+    return found
 
 
 def _merged(parts: Iterable[_Part]) -> list[_Part]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
+from kedge.structures.bounded import ENTRIES
 from kedge.structures.prefixes import common_length, leading_count
 from kedge.types import Tokens
 
@@ -33,17 +34,15 @@ def size(data: bytes) -> int:
 
 
 def find(data: bytes, wanted: bytes, start: int = 0) -> int:
-    """Return where `wanted` begins first from token `start` on; -1 where it does not occur."""
+    """Return where `wanted` begins first from token `start` on; -1 where it does not occur, or, in data that was made
+    for that, after `ENTRIES` places in the middle of tokens.
+    """
     at = data.find(wanted, start * WIDTH)
-    while at % WIDTH and at >= 0:
+    for _ in range(ENTRIES):
+        if at < 0 or at % WIDTH == 0:
+            return at // WIDTH
         at = data.find(wanted, at + 1)
-    return at // WIDTH if at >= 0 else -1
-
-
-def find_once(data: bytes, wanted: bytes) -> int:
-    """Return where `wanted` begins where it occurs exactly once, else -1."""
-    at = find(data, wanted)
-    return at if at >= 0 and find(data, wanted, at + 1) < 0 else -1
+    return -1
 
 
 def common_head(texts: Sequence[bytes]) -> int:
