@@ -1,6 +1,7 @@
 """Agents, templates and shared text are found in plain prompts, and only in those of one's own namespace."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -159,6 +160,15 @@ def test_templates_are_learned_again_when_the_application_changes_its_prompts() 
     assert all(team.run(9))
 
 
+def test_labels_that_were_forgotten_are_known_again_once_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "MAX_BLOCKS", 3)
+    found = Discovery()
+    teams = [Team(found, name) for name in "abc"]
+    for number, team in product(range(5), teams):
+        before = team.run(number)
+    assert all(before) and all(all(team.run(9)) for team in teams)
+
+
 def test_an_unknown_request_or_one_that_ended_is_no_error() -> None:
     found = Discovery()
     assert found.ended(RequestId("unknown"), (1, 2, 3), 0) is None
@@ -215,7 +225,8 @@ def test_tokens_are_found_where_they_begin_and_not_in_the_middle_of_bytes() -> N
     assert token_bytes.find(data, token_bytes.pack([1 << 16])) == 2
     assert token_bytes.find(data, token_bytes.pack([1])) == -1
     assert token_bytes.find(data, token_bytes.pack([256]), 2) == 3
-    assert token_bytes.find_once(data, token_bytes.pack([256])) == -1
+    made_for_it = token_bytes.pack([*[256] * 2 * ENTRIES, 1])
+    assert token_bytes.find(made_for_it, token_bytes.pack([1])) == -1  # each 256 has one in the middle
 
 
 def test_eighty_agents_that_take_turns() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -129,12 +130,26 @@ def test_namespaces_are_bounded_and_the_last_to_ask_stays(monkeypatch: pytest.Mo
     requests = learned(DiscoveryMode.TRANSLATE)
     for tenant in ("b", "default", "c"):
         run(requests, 20, tenant)
+    for number in range(3):
+        requests.arrived(replace(plain(words("c", 40), "c"), partition=f"salt {number}"))
     assert run(requests, 21)[1].agent
     unknown = plain(words("b", 40), "b")
     requests.ended(unknown.namespace, new_request_id(), (1, 2))
     requests.ended(unknown.namespace, unknown.request_id)
     requests.clear()
     assert not run(requests, 22)[1].agent
+
+
+def test_what_was_forgotten_is_not_expected_until_it_is_found_again() -> None:
+    now = count(step=5.0)
+    requests = PlainRequests(DiscoverySettings(mode=DiscoveryMode.EXACT), lambda: next(now))
+    for _ in range(2):
+        for number in range(9):
+            run(requests, number)
+        assert (taken := requests.forecasts.take()) and taken.prompts
+        requests.clear()
+        assert (taken := requests.forecasts.take()) and not any(taken.next_runs.values())
+    assert not requests.forecasts._board.ignored
 
 
 @pytest.mark.parametrize("mode", [DiscoveryMode.EXACT, DiscoveryMode.TRANSLATE])

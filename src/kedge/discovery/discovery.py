@@ -144,7 +144,7 @@ class Discovery:
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
         self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_VALUES)
         self._labels: BoundedDict[str, Around] = BoundedDict(MAX_BLOCKS)
-        """Decided when a label is first seen"""
+        """Decided when a label is first seen, or seen again after it was forgotten"""
         self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
 
     @property
@@ -267,14 +267,18 @@ class Discovery:
         return True
 
     def _use(self, template: PromptTemplate, agent: FoundAgent) -> None:
-        """Let an agent have a new template, and take note of what stands around its slots."""
+        """Let an agent have a new template."""
         # Slots without a label are the agent's own.
         slots = (replace(one, label=one.label or f"{agent.id}.{at}") for at, one in enumerate(template.slots))
         template = PromptTemplate(template.head, tuple(slots))
         agent.templates = [template, *agent.templates][:MAX_OF_ONE]
-        head, before = token_bytes.unpack(template.head), template.head
-        for slot in template.slots:
-            first = before is template.head
+        self._use_labels(template.head, template.slots)
+
+    def _use_labels(self, start: bytes, slots: Iterable[Slot]) -> None:
+        """Remember what stands around the slots of a template, which begins with `start`, as used now."""
+        head, before = token_bytes.unpack(start), start
+        for slot in slots:
+            first = before is start
             context = head if first else head[:CONTEXT_START] + token_bytes.unpack(before)[-CONTEXT_END:]
             stand_in = token_bytes.unpack(slot.first)[:CONTEXT_START]
             self._labels.use(slot.label, lambda: (context, stand_in, first))  # noqa: B023
@@ -322,6 +326,7 @@ class Discovery:
 
     def _segments(self, prompt: bytes, filled: Sequence[Filled]) -> tuple[Segment, ...]:
         """Return a prompt in segments, in which a label that comes again has its number."""
+        self._use_labels(token_bytes.cut(prompt, 0, filled[0].start), [one.slot for one in filled])
         segments, at, names = [], 0, set[str]()
         for number, one in enumerate(filled):
             if one.start > at:

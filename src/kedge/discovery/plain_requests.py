@@ -54,6 +54,12 @@ class FoundForecasts:
                 self._changes.prompts[agent] = discovery.fixed_prompt(agent.agent)
                 self._changes.teams[agent] = discovery.team(agent.agent)
 
+    def forget(self, namespace: Namespace) -> None:
+        """Expect nothing more in a namespace."""
+        gone = self._board.forget(namespace)
+        self._changes.next_runs.update(gone)
+        self._expected.difference_update(gone)
+
     def take(self) -> ForecastChanges | None:
         """Return what has changed since the last call; None where nothing has."""
         if not self._changes.next_runs:
@@ -64,7 +70,7 @@ class FoundForecasts:
 
 logger = logging.getLogger(__name__)
 MAX_NAMESPACES = 64
-"""Namespaces that something is found out about; the one that asked longest ago is forgotten first"""
+"""Namespaces that something is found out about; of the tenant with most, the one that asked longest ago goes first"""
 
 
 class PlainRequests:
@@ -77,7 +83,9 @@ class PlainRequests:
         """Begin with nothing known. `clock` is in seconds."""
         self._mode, self._clock = settings.mode, clock
         self.forecasts = FoundForecasts()
-        self._namespaces: BoundedDict[Namespace, Discovery] = BoundedDict(MAX_NAMESPACES)
+        self._namespaces: BoundedDict[Namespace, Discovery] = BoundedDict(
+            MAX_NAMESPACES, lambda one, _: self.forecasts.forget(one), owner=lambda one: one.tenant
+        )
 
     def arrived(self, request: GenerateRequest) -> GenerateRequest:
         """Return a request as it is served. What its client said of it stays."""
@@ -113,7 +121,8 @@ class PlainRequests:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._namespaces.clear()
+        while self._namespaces:
+            self.forecasts.forget(self._namespaces.popitem()[0])
 
     @property
     def totals(self) -> PlainTotals:

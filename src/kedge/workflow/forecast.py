@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kedge.errors import ConfigError
-from kedge.types import AgentId
+from kedge.types import AgentId, Namespace
 from kedge.types import AgentKey as AgentKey
 from kedge.types import RunKey as RunKey
 from kedge.workflow.step_graph import RunState, StepGraph
@@ -95,14 +95,16 @@ class ForecastBoard:
             changes.update(dict.fromkeys(first.steps))
         return changes
 
+    def forget(self, namespace: Namespace) -> Changes:
+        """Forget the runs of a namespace, ended ones too: their names may come again. O(all runs)."""
+        gone = [one for one in self._runs.values() if one.run.namespace == namespace]
+        for one in gone:
+            del self._runs[one.run]
+        return dict.fromkeys(agent for one in gone for agent in one.steps)
+
     def forecast(self, run: RunKey) -> Forecast | None:
         """Return the newest forecast of `run`, if it has one."""
         return self._runs.get(run)
-
-    @property
-    def steps(self) -> dict[AgentKey, float]:
-        """The steps-to-execution of every agent of every run. O(all agents): prefer the changes that methods return."""
-        return {key: steps for known in self._runs.values() for key, steps in known.steps.items()}
 
     def _put(self, known: Forecast) -> None:
         self._runs[known.run] = known
