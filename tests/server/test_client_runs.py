@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from kedge.engine.echo import ByteTokenizer, EchoEngine
+from kedge.hints import Hints
 from kedge.server import client_runs
-from kedge.types import GenerateRequest, Namespace, RunKey, SampleId, TenantId, ValueKind
+from kedge.types import AgentId, GenerateRequest, Namespace, RunId, RunKey, SampleId, TenantId, ValueKind
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -241,6 +242,9 @@ def test_what_is_remembered_of_a_run_is_bounded(
     assert [str(sample) for sample in known.values] == ["input_user_question@0"]
     call(served, http, "critic", {"user_question": "2+2?"})
     assert len(known.values) == 1
+    for name in ("a", "b"):  # any name, registered or not
+        known.call(AgentId(name), fills=False)
+    assert [*known.called] == ["b"]
 
 
 def test_a_run_that_is_over_is_forgotten(served: Served, http: httpx.Client) -> None:
@@ -256,11 +260,15 @@ def test_a_run_that_is_over_is_forgotten(served: Served, http: httpx.Client) -> 
 def test_a_run_that_expires_is_forgotten_for_everybodys_sake(
     served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    runs = served.service.client_runs
     call(served, http, "solver", {"user_question": "2+2?"})
-    later = SimpleNamespace(monotonic=lambda: time.monotonic() + client_runs.TTL)
+    neighbour = Namespace(TenantId("neighbour"))
+    assert runs.touch(neighbour, Hints(run=RunId("r")), None)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + runs.board.ttl)
     monkeypatch.setattr(client_runs, "time", later)
     before = len(served.engine.forecasts)
     http.post("/v1/hints", json={"kedge": {"run": "other", "steps": {"a": 1}}})
     gone = {key.agent for changes, _ in served.engine.forecasts[before:] for key, one in changes.items() if one is None}
     assert {"critic", "judge"} <= gone
-    assert {key.run_id for key in served.service.client_runs.by_tenant["default"]} == {"other"}
+    assert {key.run_id for key in runs.by_tenant["default"]} == {"other"}
+    assert not runs.by_tenant[neighbour.tenant]

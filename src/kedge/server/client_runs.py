@@ -44,8 +44,6 @@ from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.steps import NextRun
 from kedge.workflow.template import CompiledAgent, Placeholder, Value
 
-TTL = 600.0
-"""Seconds without a call after which a run is over."""
 PREPARED_AGENTS = 4
 """Agents of a run whose next prompts are given to the engine, which keeps a few of all runs"""
 
@@ -105,22 +103,22 @@ class ClientRuns:
 
     def __init__(self, engine: Engine, default: ReuseMode) -> None:
         """`default`: the reuse mode where neither agent nor workflow has one."""
-        self.board = ForecastBoard(TTL)
+        self.board = ForecastBoard()
         self._engine, self._default = engine, default
         self.by_tenant = defaultdict[TenantId, OrderedDict[RunKey, ClientRun]](OrderedDict)
         """So that no tenant's runs evict another's, in the order of their last calls."""
 
     def touch(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> ClientRun | None:
         """Return the run that `hints` name, if any, and take the forecast in them."""
-        if not hints.run:
-            return None
-        now, runs = time.monotonic(), self.by_tenant[namespace.tenant]
-        key = _key(namespace, hints)
-        run = runs.setdefault(key, ClientRun(key, now))
-        run.heard = now
-        runs.move_to_end(key)
-        self._forget_old(runs, now)
-        self._take_forecast(run, hints, registered, now)
+        now, run = time.monotonic(), None
+        if hints.run:
+            key, runs = _key(namespace, hints), self.by_tenant[namespace.tenant]
+            run = runs.setdefault(key, ClientRun(key, now))
+            run.heard = now
+            runs.move_to_end(key)
+        self._forget_old(now)
+        if run:
+            self._take_forecast(run, hints, registered, now)
         return run
 
     def hint(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> list[ActionOutcome]:
@@ -185,9 +183,15 @@ class ClientRuns:
         if changes:
             self._engine.forecast(changes, begins)
 
-    def _forget_old(self, runs: OrderedDict[RunKey, ClientRun], now: float) -> None:
-        while (oldest := next(iter(runs.values()), None)) and (len(runs) > ENTRIES or oldest.heard + TTL <= now):
-            self.end(oldest)
+    def _forget_old(self, now: float) -> None:
+        """Forget the runs of all tenants that were not heard of for the forecasts' `ttl`, and those that are too many.
+        O(tenants).
+        """
+        for runs in self.by_tenant.values():
+            while (oldest := next(iter(runs.values()), None)) and (
+                len(runs) > ENTRIES or oldest.heard + self.board.ttl <= now
+            ):
+                self.end(oldest)
 
 
 def _key(namespace: Namespace, hints: Hints) -> RunKey:
@@ -212,13 +216,13 @@ class ClientRun:
     """What was read last. A client may have bound another text than the answer, so these go before the answers."""
     running: Counter[AgentId] = field(default_factory=Counter)
     """Calls in flight by agent."""
-    called: set[AgentId] = field(default_factory=set)
-    """Agents that have called since the forecast was made."""
+    called: BoundedDict[AgentId, None] = field(default_factory=lambda: BoundedDict(ENTRIES))
+    """Agents that have called since the forecast was made; clients may name any."""
 
     def call(self, agent: AgentId, *, fills: bool) -> Step | None:
         """Count a call of `agent` as in flight. Returns its next turn where it `fills` its template."""
         self.running[agent] += 1
-        self.called.add(agent)
+        self.called[agent] = None
         if not fills:
             return None
         self.turns[agent] += 1
@@ -243,7 +247,7 @@ class ClientRun:
         None where the server has filled no template of the run.
         """
         known = self.registered.workflow.ids if self.registered else ()
-        acting = self.running.keys() | self.called
+        acting = self.running.keys() | self.called.keys()
         soon = [one for one in known if one in next_runs and one not in acting and next_runs[one].steps <= 1]
         return sorted(soon, key=lambda agent: next_runs[agent].steps)[:PREPARED_AGENTS]
 

@@ -63,7 +63,7 @@ class ForecastBoard:
         """Create an empty board; forecasts expire after `ttl` seconds. Raises `ConfigError` unless that is above 0."""
         if not ttl > 0:
             raise ConfigError("ttl", ttl, "must be above 0 seconds")
-        self._ttl = ttl
+        self.ttl = ttl
         self._runs: OrderedDict[RunKey, Forecast] = OrderedDict()  # by expiry
         self.ignored = 0
         """Hints, and entries for single agents, that were late or could not be meant"""
@@ -75,7 +75,7 @@ class ForecastBoard:
         if seq < 0 or (old and (old.ended or seq <= old.seq)):
             self.ignored += 1
             return changes
-        new = Forecast(run, seq, now + self._ttl, self._sound(next_runs))
+        new = Forecast(run, seq, now + self.ttl, self._sound(next_runs))
         self._put(new)
         return {**changes, **new.changes_from(old)}
 
@@ -83,7 +83,7 @@ class ForecastBoard:
         """End a run: forget its agents, and ignore all later hints."""
         changes = self.expire(now)
         old = self._runs.get(run)
-        ended = Forecast(run, old.seq if old else -1, now + self._ttl, {}, ended=True)
+        ended = Forecast(run, old.seq if old else -1, now + self.ttl, {}, ended=True)
         self._put(ended)
         return {**changes, **ended.changes_from(old)}
 
