@@ -60,7 +60,12 @@ def test_yaml_and_json_are_the_same_workflow(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     "content",
     ["", "5", "[", "{a: b}", "name: x\nagents: []", "a: &a [*a]", "\xff", "name: x\ngraph: {a: {}}", "[" * 10_000]
-    + ["name: a/b\nagents: [{id: x, user: y}]", "name: x\nagents: [{id: x, user: '{nobody}'}]", "x" * 300_000],
+    + [
+        "name: a/b\nagents: [{id: x, user: y}]",
+        "name: x\nagents: [{id: x, user: '{nobody}'}]",
+        "x" * 300_000,
+        '{"name": "x", "topology": "debate", "agents": [' + ", ".join(["{}"] * 1025) + "]}",
+    ],
     ids=lambda content: content[:20],
 )
 @pytest.mark.parametrize("kind", ["application/json", "application/yaml"])

@@ -241,6 +241,6 @@ def test_the_page_s_examples_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = build_step_graph(yaml.safe_load(YAML[0]))
     assert graph == names["graph"]
     searcher = AgentKey(Namespace(TenantId("tenant")), "client", RunId("run-1"), AgentId("searcher"))
-    assert names["changes"][searcher] == (0, 1.0) and names["board"].steps == {}
+    assert names["changes"][searcher] == (0, 1.0) and names["board"].forecast(searcher[:3]).ended
     drawn = [[node.id for node in lane] for lane in lanes(graph)]
     assert " → ".join(f"[{' | '.join(lane)}]" for lane in drawn) in PAGE.splitlines(), "as `kedge inspect` draws it"

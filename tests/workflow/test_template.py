@@ -58,7 +58,12 @@ def test_names(name: str, expected: tuple[ValueKind, str, int]) -> None:
     assert placeholder.name == name
 
 
-@pytest.mark.parametrize("name", ["", " ", "user question", "x:>3", "x!r", "agent_a_history_0", "agent_a_history_01"])
+LONG = pytest.param("agent_a_history_" + "1" * 5000, id="long")
+
+
+@pytest.mark.parametrize(
+    "name", ["", " ", "user question", "x:>3", "x!r", "agent_a_history_0", "agent_a_history_01", LONG]
+)
 def test_malformed_names_are_named(name: str) -> None:
     with pytest.raises(WorkflowError) as caught:
         parse(f"before {{{name}}} after")

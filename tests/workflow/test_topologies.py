@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kedge.errors import WorkflowError
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import (
+    MAX_WRITTEN,
     TOPOLOGIES,
     Topology,
     Wording,
@@ -76,6 +77,8 @@ def test_a_topology_needs_agents_and_options_that_can_work() -> None:
     for name, option, value in (("layered", "width", 0), ("random", "share", 1.5), ("debate", "turns", 0)):
         with pytest.raises(WorkflowError, match=f"topology: {option}"):
             TOPOLOGIES[name](team(3), **{option: value})
+    with pytest.raises(WorkflowError, match=f"exceed {MAX_WRITTEN} characters"):
+        connect("t", team(10), fully_connected(team(10)), Wording(speaker="{title}" * (MAX_WRITTEN // 300)))
 
 
 def test_connect_writes_the_prompts() -> None:

@@ -112,9 +112,12 @@ async def register(caller: TheCaller, reuse: ReuseMode | None = None) -> Respons
 
 def _checked(data: object, *, tools: bool) -> Workflow:
     """Return the workflow of parsed YAML or JSON. Raises `WorkflowError`."""
-    agents = data.get("agents") if isinstance(data, dict) and not tools else None
-    for agent in agents if isinstance(agents, list) else ():
-        if isinstance(agent, dict) and agent.get("tool") is not None:
+    given = data.get("agents") if isinstance(data, dict) else None
+    agents = given if isinstance(given, list) else []
+    if len(agents) > MAX_STEPS:
+        raise WorkflowError("agents", len(agents), f"at most {MAX_STEPS} may be in a workflow")
+    for agent in agents:
+        if isinstance(agent, dict) and agent.get("tool") is not None and not tools:
             raise SpecError("tool", agent["tool"], "this server runs no tools (`kedge serve --tools` allows them)")
     flow = build_workflow(data)
     if not flow.name.strip() or len(flow.name) > 128 or "/" in flow.name or not flow.name.isprintable():

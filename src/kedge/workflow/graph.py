@@ -5,7 +5,8 @@ from __future__ import annotations
 import graphlib
 import heapq
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import TIMEOUT_MAX
@@ -121,11 +122,12 @@ class Workflow:
         if not self.agents:
             raise WorkflowError("agents", (), "a workflow needs at least one agent")
         for key, names in (("agents", self.ids), ("inputs", self.inputs)):
-            if doubles := sorted({name for name in names if names.count(name) > 1}):
+            if doubles := sorted(name for name, times in Counter(names).items() if times > 1):
                 raise WorkflowError(key, doubles[0], "duplicate")
         if self.turns < 1:
-            raise WorkflowError("turns", self.turns, "must be at least 1")
-        for name in self.inputs:
+            raise WorkflowError("turns", brief(self.turns), "must be at least 1")
+        inputs = frozenset(self.inputs)
+        for name in inputs:
             if Placeholder.parse(name).kind is not ValueKind.INPUT:
                 raise WorkflowError("inputs", name, "this name is reserved for agents' answers")
         for agent in self.agents:
@@ -133,19 +135,19 @@ class Workflow:
                 raise WorkflowError(f"agent {agent.id}: user", agent.user, "the user message is empty")
         for agent in self.agents:
             for placeholder in agent.placeholders:
-                self._check(agent, placeholder)
-        for speaker, listener in self.loops:
-            reads = self.agent(listener).placeholders if listener in self.ids else ()
-            if speaker not in (placeholder.of for placeholder in reads if _is_current(placeholder)):
-                raise WorkflowError("loops", (speaker, listener), "the second does not read the first's current answer")
+                self._check(agent, placeholder, inputs)
+        reads = {(read.of, agent.id) for agent in self.agents for read in agent.placeholders if _is_current(read)}
+        for pair in self.loops:
+            if pair not in reads:
+                raise WorkflowError("loops", pair, "the second does not read the first's current answer")
         order(self.ids, self.waits_for)
 
-    def _check(self, agent: Agent, placeholder: Placeholder) -> None:
+    def _check(self, agent: Agent, placeholder: Placeholder, inputs: Collection[str]) -> None:
         key, name = f"agent {agent.id}", placeholder.name
         if placeholder.kind is ValueKind.INPUT:
-            if name not in self.inputs:
+            if name not in inputs:
                 raise UnknownPlaceholder(key, name, f"no input has this name (inputs: {', '.join(self.inputs)})")
-        elif placeholder.of not in self.ids:
+        elif placeholder.of not in self._by_id:
             raise UnknownPlaceholder(key, name, f"there is no agent {placeholder.of!r}")
         elif placeholder.kind is ValueKind.CONDITION and self.agent(placeholder.of).tool is None:
             raise UnknownPlaceholder(key, name, f"agent {placeholder.of!r} has no tool")
@@ -156,9 +158,17 @@ class Workflow:
 
     def agent(self, agent_id: str) -> Agent:
         """Return the agent with this id. Raises `WorkflowError` where there is none."""
-        if agent_id not in self.ids:
+        if agent_id not in self._by_id:
             raise WorkflowError("agent", agent_id, f"not one of {', '.join(self.ids)}")
-        return self.agents[self.ids.index(AgentId(agent_id))]
+        return self._by_id[agent_id]
+
+    @cached_property
+    def _by_id(self) -> Mapping[str, Agent]:
+        return {agent.id: agent for agent in self.agents}
+
+    @cached_property
+    def _back_edges(self) -> frozenset[tuple[str, str]]:
+        return frozenset(self.loops)
 
     def shortened(self, longest: int) -> Workflow:
         """Return the workflow with answers of at most `longest` tokens."""
@@ -172,7 +182,7 @@ class Workflow:
             AgentId(agent.id): frozenset(
                 AgentId(read.of)
                 for read in agent.placeholders
-                if _is_current(read) and (read.of, agent.id) not in self.loops
+                if _is_current(read) and (read.of, agent.id) not in self._back_edges
             )
             for agent in self.agents
         }
@@ -193,7 +203,7 @@ class Workflow:
         Not for inputs, which no step makes.
         """
         back = placeholder.turns_back
-        if _is_current(placeholder) and (placeholder.of, step.agent) in self.loops:
+        if _is_current(placeholder) and (placeholder.of, step.agent) in self._back_edges:
             back = 1
         return Step(AgentId(placeholder.of), step.turn - back) if step.turn >= back else None
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 import pkgutil
-import reprlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from kedge.checks import MAX_COUNT, brief
 from kedge.errors import SpecError, WorkflowError
 from kedge.guard import GuardMode
 from kedge.settings.sections import Fidelity
@@ -65,7 +66,7 @@ def tool_name(tool: Tool) -> str:
 
 
 class _Spec(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, str_max_length=MAX_COUNT)  # a length checks Unicode, too
 
     def given(self, *leave_out: str) -> dict[str, Any]:
         """Return the fields that the file sets; the others have the defaults of what is built from them."""
@@ -224,7 +225,7 @@ def build_step_graph(data: object, source: str = "workflow") -> StepGraph:
             node = given or NodeSpec()
             if node.after is not None and node.after_any is not None:
                 key = f"{source}: graph.{name}.after_any"
-                raise SpecError(key, _short(node.after_any), "stands beside `after`: only one may")
+                raise SpecError(key, brief(node.after_any), "stands beside `after`: only one may")
             then = dict.fromkeys(node.then) if isinstance(node.then, list) else node.then
             nodes.append(Node(name, node.alternatives, node.loops, then, node.agent))
         return StepGraph(spec.name, tuple(nodes))
@@ -242,19 +243,14 @@ _S = TypeVar("_S", bound=_Spec)
 
 def _validated(data: object, source: str, kind: type[_S]) -> _S:
     if not isinstance(data, dict):
-        raise SpecError(source, _short(data), "a workflow is a mapping with `name` and `agents`")
+        raise SpecError(source, brief(data), "a workflow is a mapping with `name` and `agents`")
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         key = ".".join(map(str, first["loc"]))
         why = "Input should be a mapping" if first["type"] in ("model_type", "dict_type") else first["msg"]
-        raise SpecError(f"{source}: {key}", _short(first["input"]), why) from None
-
-
-def _short(value: object) -> object:
-    """Return `value`, or the beginning of its text where it is long or nested."""
-    return reprlib.repr(value) if isinstance(value, dict | list) else value
+        raise SpecError(f"{source}: {key}", brief(first["input"]), why) from None
 
 
 def _agent(spec: AgentSpec, at: int, flow: WorkflowSpec, tools: Mapping[str, Tool], source: str) -> Agent:
@@ -289,12 +285,18 @@ def _connected(spec: WorkflowSpec, topology: TopologySpec, agents: tuple[Agent, 
     try:
         chosen = TOPOLOGIES[topology.kind](agents, **options)
     except TypeError as error:
-        raise SpecError(f"{source}: topology.{topology.kind}", options, "it has no such option") from error
+        raise SpecError(f"{source}: topology.{topology.kind}", brief(options), "it has no such option") from error
     return connect(spec.name, agents, chosen, Wording(**spec.wording), tuple(spec.inputs))
 
 
 class _Yaml(yaml.SafeLoader):
-    """Safe YAML in which a key may stand only once in a mapping."""
+    """Plain YAML: a key stands once in a mapping, no alias multiplies what it stands for, no tag makes an object."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or event.tag is not None:
+            raise yaml.MarkedYAMLError(problem="aliases and tags are not accepted", problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -308,9 +310,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_double(keys: list[str]) -> None:
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ValueError(f"duplicate key {key!r}")
+    if doubles := [key for key, times in Counter(keys).items() if times > 1]:
+        raise ValueError(f"duplicate key {doubles[0]!r}")
 
 
 _READERS: dict[str, Callable[[str], object]] = {

@@ -24,6 +24,7 @@ from kedge.types import AgentId, SampleId, Segment, Tokens, ValueKind
 
 _TOKEN = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _NAME = re.compile(r"[\w-]+")
+_TURNS = re.compile("[1-9][0-9]{0,8}")
 _OF_AGENT = re.compile(r"(agent|condition)_(.+)_(?:current|history_(\d+))")
 
 
@@ -53,7 +54,7 @@ class Placeholder:
         if not found:
             return cls(ValueKind.INPUT, name)
         kind, of, turns = found.groups()
-        if turns is not None and (turns.startswith("0") or not turns.isascii()):
+        if turns is not None and not _TURNS.fullmatch(turns):
             raise WorkflowError("placeholder", name, "history counts turns back as 1, 2, 3, …")
         return cls(ValueKind(kind), of, int(turns or 0))
 

@@ -11,10 +11,14 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
+from kedge.checks import brief
 from kedge.errors import WorkflowError
 from kedge.types import AgentId, ValueKind
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.template import Placeholder, escape
+
+MAX_WRITTEN = 1 << 24
+"""Characters of all user messages of a workflow"""
 
 
 class AnswerSource(NamedTuple):
@@ -92,7 +96,10 @@ def _topology(agents: Sequence[Agent], edges: Edges) -> Topology:
     pairs = list(edges)
     unread = set(range(len(ids) - 1)) - {speaker for speaker, _ in pairs}
     pairs += [(speaker, len(ids) - 1) for speaker in sorted(unread)]
-    return Topology({name: tuple(AnswerSource(ids[i]) for i, j in pairs if j == at) for at, name in enumerate(ids)})
+    reads: dict[AgentId, list[AnswerSource]] = {name: [] for name in ids}
+    for speaker, listener in pairs:
+        reads[ids[listener]].append(AnswerSource(ids[speaker]))
+    return Topology({name: tuple(sources) for name, sources in reads.items()})
 
 
 def _at_least_one(agents: Sequence[Agent]) -> Sequence[Agent]:
@@ -102,7 +109,7 @@ def _at_least_one(agents: Sequence[Agent]) -> Sequence[Agent]:
 
 def _require(key: str, value: object, good: bool, why: str) -> None:
     if not good:
-        raise WorkflowError(f"topology: {key}", value, why)
+        raise WorkflowError(f"topology: {key}", brief(value), why)
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,15 @@ def _titled(text: str, title: str) -> str:
     return text.replace("{title}", escape(title))
 
 
+def _require_room(agents: Sequence[Agent], topology: Topology, wording: Wording) -> None:
+    """Raise `WorkflowError` where user messages would be too long together: a few lines may ask for gigabytes."""
+    title = max((len(agent.title or agent.id) for agent in agents), default=0)
+    sizes = {key: len(text) + text.count("{title}") * title for key, text in vars(wording).items()}
+    reads = sum(map(len, topology.reads.values())) * (sizes["speaker"] + sizes["tool"])
+    written = reads + len(agents) * (sizes["header"] + sizes["intro"] + sizes["footer"])
+    _require("agents", len(agents), written <= MAX_WRITTEN, f"their user messages exceed {MAX_WRITTEN} characters")
+
+
 def connect(
     name: str,
     agents: Sequence[Agent],
@@ -150,6 +166,7 @@ def connect(
 ) -> Workflow:
     """Make a workflow of these agents, whose `user` templates are written anew from the topology and the wording."""
     wording = wording or Wording()
+    _require_room(agents, topology, wording)
     by_id = {agent.id: agent for agent in agents}
     written = []
     for agent in agents:
