@@ -70,6 +70,7 @@ def test_other_sessions_are_prefetched_and_demoted_by_name() -> None:
         ("retain", {"duration": -1}, "not accepted"),
         ("retain", {"duration": float("nan")}, "not accepted"),
         ("retain", {"priority": "high"}, "not accepted"),
+        ("retain", {"priority": 10**400}, "not accepted"),
         ("demote", {"session_id": 7}, "not accepted"),
     ],
 )

@@ -57,6 +57,7 @@ def test_the_kedge_field_rides_in_what_other_servers_pass_through(carrier: str) 
             {"x-dynamo-session-id": "part", "x-dynamo-session-final": "true"},
             Hints(run="r", session="part"),
         ),
+        ({"kedge": {"run": "r", "session": "s", "final": "1"}}, {}, Hints(run="r", session="s", final=True)),
         ({}, {"x-claude-code-session-id": "s"}, Hints(session="s", run="s")),
         ({"conversation": "s"}, {}, Hints(session="s", run="s")),
         ({"conversation": {"id": "s"}}, {}, Hints(session="s", run="s")),
@@ -160,7 +161,7 @@ def test_a_budget_of_fidelity_has_a_name_or_is_a_number(said: object, nats: floa
     assert not ignored({"kedge": {"fidelity": said}})
 
 
-@pytest.mark.parametrize("said", ["exactly", 0, -1, True, math.nan, []])
+@pytest.mark.parametrize("said", ["exactly", 0, -1, True, math.nan, [], 10**400])
 def test_no_other_budget_is_accepted(said: Any) -> None:
     with pytest.raises(
         RequestError, match=r"kedge\.fidelity=.*: must be one of strict, fp8, fast, any, or nats a token above 0"

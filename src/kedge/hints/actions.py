@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from kedge.hints.values import MAX_EXPECTED, MAX_KEPT_SECONDS, read_seconds, read_text
+from kedge.hints.values import MAX_EXPECTED, MAX_KEPT_SECONDS, read_number, read_seconds, read_text
 
 Payload = Mapping[str, Any]
 
@@ -140,10 +140,7 @@ def _retain(payload: Payload, wishes: Wishes) -> ActionOutcome:
 
 
 def _priority(payload: Payload) -> float:
-    value = payload.get("priority", payload.get("value", 1))
-    if type(value) not in (int, float):
-        raise ValueError
-    return float(value)
+    return read_number(payload.get("priority", payload.get("value", 1)))
 
 
 def _session(payload: Payload) -> str:

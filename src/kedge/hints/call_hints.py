@@ -26,6 +26,7 @@ from kedge.hints.values import (
     kept_for,
     read_expected,
     read_kept,
+    read_number,
     read_seconds,
     read_text,
     read_ttl,
@@ -52,12 +53,6 @@ def _seq(value: Any) -> int:
     return value
 
 
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not abs(value) < 2**63:
-        raise ValueError
-    return float(value)
-
-
 def _flag(value: Any) -> bool:
     if value in ("true", "True", "1", "false", "False", "0"):
         return value in ("true", "True", "1")
@@ -69,7 +64,9 @@ def _flag(value: Any) -> bool:
 def _steps(value: Any) -> dict[AgentId, float]:
     if not isinstance(value, dict) or len(value) > MAX_HINT_AGENTS:
         raise ValueError
-    return {AgentId(read_text(agent)): math.inf if steps is None else _number(steps) for agent, steps in value.items()}
+    return {
+        AgentId(read_text(agent)): math.inf if steps is None else read_number(steps) for agent, steps in value.items()
+    }
 
 
 def _milliseconds(value: Any) -> float:
@@ -279,7 +276,7 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
             given.setdefault("keep_for", max(map(kept_for, marks)))
         except ValueError:
             ignored["anthropic", IgnoredReason.BAD_VALUE] += 1
-    _complete(given, headers, ends_run=body["kedge"].get("final") is True)
+    _complete(given, headers, ends_run="final" in body["kedge"] and given.get("final", False))
     if "steps" in given and not given["run"]:  # those of several callers would count as one run's
         del given["steps"]
         ignored["kedge", IgnoredReason.UNSUPPORTED] += 1
@@ -290,7 +287,7 @@ def read_hints(body: Mapping[str, Any], headers: Mapping[str, str]) -> tuple[Hin
     bindings = kedge.get("bindings")
     is_read = isinstance(bindings, dict) and all(isinstance(text, str) for text in bindings.values())
     if bindings is not None and not is_read:
-        raise RequestError("kedge.bindings", bindings, "must be an object with a text for each placeholder")
+        raise RequestError("kedge.bindings", brief(bindings), "must be an object with a text for each placeholder")
     return Hints(reuse=reuse, guard=guard, fidelity=fidelity, bindings=bindings, ignored=unknown, **given), ignored
 
 
@@ -326,7 +323,7 @@ def _found(rules: tuple[Rule, ...], data: Mapping[str, Any]) -> Iterator[tuple[R
 def _mode(kedge: Mapping[str, Any], key: str, modes: type[M]) -> M | None:
     value = kedge.get(key)
     if value is not None and value not in list(modes):
-        raise RequestError(f"kedge.{key}", value, f"must be one of {', '.join(modes)}")
+        raise RequestError(f"kedge.{key}", brief(value), f"must be one of {', '.join(modes)}")
     return None if value is None else modes(value)
 
 
@@ -334,7 +331,7 @@ def _budget(value: object) -> float | None:
     try:
         return None if value is None else read_fidelity(value)
     except ValueError as error:
-        raise RequestError("kedge.fidelity", value, str(error)) from None
+        raise RequestError("kedge.fidelity", brief(value), str(error)) from None
 
 
 def _count_unknown(body: Mapping[str, Any], ignored: IgnoredHints) -> tuple[str, ...]:

@@ -25,11 +25,18 @@ def read_text(value: Any) -> str:
     return value
 
 
-def read_seconds(value: Any) -> float:
-    """Return a time."""
-    if type(value) not in (int, float) or not 0 <= value < 2**63:
+def read_number(value: Any) -> float:
+    """Return a finite number."""
+    if type(value) not in (int, float) or not abs(value) < 2**63:
         raise ValueError
     return float(value)
+
+
+def read_seconds(value: Any) -> float:
+    """Return a time."""
+    if (seconds := read_number(value)) < 0:
+        raise ValueError
+    return seconds
 
 
 def read_kept(value: Any) -> float:
