@@ -59,6 +59,9 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
         ({"engine": {"tiers": {"host_memory": "lots"}}}, "engine.tiers.host_memory", "lots"),
         ({"engine": {"anchors": {"capacity": True}}}, "engine.anchors.capacity", True),
         ({"engine": {"anchors": {"weak_error": 0.0}}}, "engine.anchors.weak_error", 0.0),
+        ({"engine": {"kv_memory": 10**20}}, "engine.kv_memory", 10**20),
+        ({"engine": {"kv_memory": f"{10**20} blocks"}}, "engine.kv_memory", f"{10**20} blocks"),
+        ({"engine": {"guard": {"fidelity": 10**400}}}, "engine.guard.fidelity", "an integer of 1329 bits"),
         ({"engine": {"blocksize": 16}}, "engine.blocksize", 16),
         ({"engine": 3}, "engine", 3),
         ({"server": {"model_name": " "}}, "server.model_name", " "),
@@ -73,7 +76,7 @@ def test_a_bad_value_is_named(flags: dict[str, object], key: str, value: object)
     with pytest.raises(ConfigError) as caught:
         Settings.load(**flags)
     assert (caught.value.key, caught.value.value) == (key, value)
-    assert str(caught.value).startswith(f"{key}={value!r}: ")
+    assert str(caught.value).startswith(f"{key}={caught.value.value!r}: ")
 
 
 def test_all_bad_keys_are_named() -> None:
@@ -87,6 +90,7 @@ def test_all_bad_keys_are_named() -> None:
         ("KEDGE_SERVER__REUSE", "no", "server.reuse"),
         ("KEDGE_ENGINE__BLOCK_SIZE", "x", "engine.block_size"),
         ("KEDGE_ENGINE__NOTHING", "1", "engine.nothing"),
+        ("KEDGE_SERVER__LIMITS", "5", "server.limits"),
         ("KEDGE_ENGINE", "{'block_size': 3}", "engine"),
         ("KEDGE_ENGINE_BLOCK_SIZE", "3", "KEDGE_ENGINE_BLOCK_SIZE"),
         ("KEDGE_ENGINE_ANCHORS__CAPACITY", "3", "KEDGE_ENGINE_ANCHORS__CAPACITY"),
@@ -95,16 +99,17 @@ def test_all_bad_keys_are_named() -> None:
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, key: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError) as caught:
-        Settings.load()
+        Settings.load(server={"limits": {}})
     assert (caught.value.key, caught.value.value) == (key, value)
 
 
 def test_foreign_variables_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEDGE_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("KEDGE_SERVER_PORT", "tcp://10.0.0.1:8000")  # of Kubernetes
     assert Settings.load() == Settings()
 
 
-@pytest.mark.parametrize("content", [b"reuse = ", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"reuse = ", b"\xff\xfe", b"reuse = " + b"[" * 5000, b"reuse = " + b"1" * 5000])
 def test_a_broken_file_is_named(content: bytes) -> None:
     Path("kedge.toml").write_bytes(content)
     for file, name in ((None, "kedge"), (Path("none.toml"), "none")):

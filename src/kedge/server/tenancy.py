@@ -188,7 +188,7 @@ def load_keys(file: Path | None, variable: str | None, default: LimitSettings) -
     """Return the keys of a file and of `KEDGE_API_KEYS`. Raises `ConfigError`, which never contains a key."""
     try:
         found = KeyFile(**tomllib.loads(file.read_text(encoding="utf-8")) if file else {})
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("--api-keys", str(file), str(error)) from None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.key}", "…", error.why) from None

@@ -11,6 +11,7 @@ from typing import Any, Self
 from pydantic import BaseModel
 from pydantic_settings import EnvSettingsSource, SettingsConfigDict
 
+from kedge.checks import brief
 from kedge.errors import ConfigError
 from kedge.settings.sections import EngineSettings, ServerSettings, SettingsSection
 
@@ -25,20 +26,20 @@ def read_file(file: Path | None) -> dict[str, Any]:
     path = file or DEFAULT_FILE
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("file", str(path), str(error)) from None
 
 
-def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge mappings section by section. Later layers win; None leaves the value of the earlier ones."""
+def merge(*layers: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Merge the mappings of a section. Later layers win; None leaves the value of the earlier ones."""
     result: dict[str, Any] = {}
     for layer in layers:
         for key, value in layer.items():
             if isinstance(value, Mapping):
-                below = result.get(key, {})
+                below, name = result.get(key, {}), f"{section}.{key}" if section else key
                 if not isinstance(below, Mapping):
-                    raise ConfigError(key, below, "is a section, not a value")
-                result[key] = merge(below, value)
+                    raise ConfigError(name, brief(below), "is a section, not a value")
+                result[key] = merge(below, value, section=name)
             elif value is not None:
                 result[key] = value
     return result
@@ -47,12 +48,13 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
 def check_environment(settings: type[BaseModel]) -> None:
     """Raise `ConfigError` for a variable that differs from a setting only in its underscores.
 
-    Other `KEDGE_*` variables are ignored: Kubernetes sets `KEDGE_SERVICE_HOST` for a service named `kedge`.
+    Other `KEDGE_*` variables are ignored: Kubernetes sets `KEDGE_SERVICE_HOST` for a service named `kedge`, and an
+    address as `KEDGE_SERVER_PORT` for one named `kedge-server`.
     """
     near = {name.replace("__", "_"): name for name in _variables(settings, ENV_PREFIX)}
     for name, value in os.environ.items():
         right = near.get(name.upper().replace("__", "_"))
-        if right and name.upper() != right:
+        if right and name.upper() != right and "://" not in value:
             raise ConfigError(name, value, f"sections are set apart by two underscores: {right}")
 
 

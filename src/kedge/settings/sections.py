@@ -28,7 +28,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kedge.checks import is_host
+from kedge.checks import brief, is_host
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.types import ReuseMode
@@ -39,9 +39,9 @@ Bytes = Annotated[int, BeforeValidator(TypeAdapter(ByteSize).validate_python), F
 
 def read_size(value: object) -> int | str:
     """Return a size as it is kept: `64 blocks` as that text, any other in bytes. Raises `ValueError`."""
-    if isinstance(value, str) and re.fullmatch(r"\d+ blocks", value):
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,18} blocks", value):
         return value
-    return TypeAdapter(Annotated[ByteSize, Field(ge=0)]).validate_python(value)
+    return TypeAdapter(Annotated[ByteSize, Field(ge=0, lt=2**63)]).validate_python(value)
 
 
 Size = Annotated[int | str, BeforeValidator(read_size)]
@@ -93,7 +93,7 @@ def config_error(error: ValidationError, section: str = "") -> ConfigError:
     why = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
     if others:
         why += f" (also wrong: {', '.join(_key(section, other['loc']) for other in others)})"
-    return ConfigError(_key(section, first["loc"]), first["input"], why)
+    return ConfigError(_key(section, first["loc"]), brief(first["input"]), why)
 
 
 def _key(section: str, location: tuple[int | str, ...]) -> str:
@@ -168,7 +168,7 @@ def read_fidelity(value: Any) -> float:
     """Return the budget that a name, or a number, stands for. Raises `ValueError` for anything else."""
     try:
         found = FIDELITIES[value] if value in FIDELITIES else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(BUDGETS) from None
     if isinstance(value, bool) or not found > 0:
         raise ValueError(BUDGETS)
@@ -290,7 +290,7 @@ class EngineSettings(SettingsSection):
     """What runs the model: `local` is the embedded engine, `vllm` is vLLM with Kedge's plug-in."""
     model: Path | None = None
     """Folder as Transformers saves it, GGUF file, or name (nano, smollm2); None is nano."""
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
     """`auto` is the GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is that of the weights on a GPU. On a CPU it is float32, but bfloat16 for weights in 16 bits or a GGUF

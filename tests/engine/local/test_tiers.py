@@ -17,6 +17,7 @@ from kedge.engine.local import build, requests
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
+from kedge.errors import ConfigError
 from kedge.kv.copy import PoolCopier
 from kedge.policies.prefetch import PREFETCH_WINDOW
 from kedge.settings import EngineSettings, ThrottledTiers
@@ -51,6 +52,15 @@ GRAPH = StepGraph("cycle", (FIRST, *(Node(f"a{i}", after=[f"a{i - 1}"]) for i in
 @cache
 def model() -> PreTrainedModel:
     return tiny_model("llama")
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [({"kv_memory": "1EiB"}, "engine.kv_memory"), ({"tiers": {"host_memory": 2**62}}, "engine.tiers.host_memory")],
+)
+def test_memory_that_is_not_there_is_named(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=.*: cannot be allocated"):
+        EngineParts(checked_runner(model()), EngineSettings(**settings))
 
 
 @cache

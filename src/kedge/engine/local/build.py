@@ -77,6 +77,14 @@ def load_runner(model: str | Path | None, config: EngineSettings) -> tuple[Model
     return runner, path
 
 
+def _allocated(key: str, size: int | str, allocate: Callable[[], T]) -> T:
+    """Return what `allocate` makes. Raises `ConfigError` naming a setting where there is no memory for it."""
+    try:
+        return allocate()
+    except (RuntimeError, TypeError) as error:  # PyTorch's own, and that of sizes beyond 64 bits
+        raise ConfigError(key, size, f"cannot be allocated: {str(error).splitlines()[0]}") from error
+
+
 class EngineParts:
     """The parts of an embedded engine without its thread, built from a model and settings, and figures of them as plain
     data. For the engine's owner thread only.
@@ -106,7 +114,8 @@ class EngineParts:
         """Tokens of the device tier"""
         self.longest = min(runner.max_positions, self.capacity)
         """Tokens of the longest prompt that can be computed"""
-        self.storage = storage = PagedStorage(runner.spec, num_blocks, size, runner.device, runner.rotary)
+        paged = partial(PagedStorage, runner.spec, num_blocks, size, runner.device, runner.rotary)
+        self.storage = storage = _allocated("engine.kv_memory", config.kv_memory, paged)
         runner.graphs = graphs.on_gpu(runner.run, storage, runner.max_positions) if config.cuda_graphs else None
         if runner.graphs is not None:
             runner.graphs.capture(config.max_running)
@@ -119,7 +128,9 @@ class EngineParts:
         host_blocks = tiers.host_pool_size(block_bytes)
         throttle = ThrottledTiers(**dict(tiers)).throttle
         copy_blocks = partial(PoolCopier, block_size=size, throttle=throttle, on_copied=on_copied)
-        self.copier = copier = copy_blocks(host_pools(storage, host_blocks)) if host_blocks else None
+        pools = partial(host_pools, storage, host_blocks)
+        memory = "engine.tiers.host_memory", tiers.host_memory
+        self.copier = copier = copy_blocks(_allocated(*memory, pools)) if host_blocks else None
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
