@@ -56,7 +56,7 @@ def test_the_given_client_stays_as_it_was(client: openai.OpenAI, received: Recei
     assert received.all[0].run == ""
 
 
-@pytest.mark.parametrize("how", ["stream", "raw", "helper", "text"])
+@pytest.mark.parametrize("how", ["stream", "raw", "helper", "text", "copies", "responses", "null"])
 def test_however_it_is_called(how: str, client: openai.OpenAI, received: ReceivedHints) -> None:
     messages: Any = [{"role": "user", "content": "Hi"}]
     with workflow(client, TEAM) as run:
@@ -68,6 +68,12 @@ def test_however_it_is_called(how: str, client: openai.OpenAI, received: Receive
         elif how == "helper":
             with planner.chat.completions.stream(model="kedge-nano", messages=messages) as stream:
                 assert stream.get_final_completion().choices
+        elif how == "copies":
+            ask(planner.with_options(timeout=5).copy(max_retries=0))
+        elif how == "responses":
+            planner.responses.create(model="kedge-nano", input="Hi", max_output_tokens=16)
+        elif how == "null":
+            ask(planner, extra_body={"kedge": None})
         else:
             planner.completions.create(model="kedge-nano", prompt="Hi", max_tokens=1)
         ask(run.agent("writer"))

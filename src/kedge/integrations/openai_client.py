@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, cast, overload
 
 from kedge.errors import ConfigError
 from kedge.integrations.follower import Follower
@@ -29,7 +29,7 @@ except ImportError as error:
     raise ConfigError("kedge.integrations.openai_client", error.name, why) from error
 
 logger = logging.getLogger(__name__)
-GENERATIONS = ("/chat/completions", "/completions")
+GENERATIONS = ("/chat/completions", "/completions", "/responses")
 """The routes whose calls get hints."""
 HINTS_TIMEOUT = 5.0
 """Seconds after which sending hints without a prompt is given up."""
@@ -61,7 +61,7 @@ class _ClientRun(ABC, Generic[Client]):
     def __init__(self, client: Client, follower: Follower) -> None:
         self._given: Client = client
         self._follower = follower
-        self.client: Client = self._calling(_acting.get)
+        self.client: Client = self._calling(client.copy(), _acting.get)
         """A client whose calls are made by the agent set with `acting`."""
 
     @property
@@ -70,12 +70,19 @@ class _ClientRun(ABC, Generic[Client]):
         return self._follower.run
 
     def agent(self, name: str) -> Client:
-        """Return a client whose calls are this agent's."""
-        return self._calling(lambda: name)
+        """Return a client whose calls are this agent's, as are those of its copies with other options."""
+        return self._calling(self._given.copy(), lambda: name)
+
+    def _calling(self, client: Any, agent: Callable[[], str]) -> Client:
+        """Let the calls of a client, and of the copies that are made of it, be made by `agent`."""
+        copy = client.copy
+        client.post = self._hinted(client.post, agent)  # every route of the client goes through it
+        client.copy = client.with_options = lambda **options: self._calling(copy(**options), agent)
+        return cast("Client", client)
 
     @abstractmethod
-    def _calling(self, agent: Callable[[], str]) -> Client:
-        """Return a copy of the given client whose calls are made by `agent`."""
+    def _hinted(self, post: Callable[..., Any], agent: Callable[[], str]) -> Callable[..., Any]:
+        """Return a client's `post` with hints in the calls, which `agent` makes."""
 
     @contextmanager
     def _call(self, agent: str, path: str, options: Mapping[str, Any]) -> Iterator[Any]:
@@ -98,16 +105,12 @@ class WorkflowRun(_ClientRun[OpenAI]):
         if hints := self._follower.final_hints():
             send_hints(self._given, hints)
 
-    def _calling(self, agent: Callable[[], str]) -> OpenAI:
-        copy = self._given.copy()
-        post = copy.post
-
+    def _hinted(self, post: Callable[..., Any], agent: Callable[[], str]) -> Callable[..., Any]:
         def post_with_hints(path: str, *, options: Mapping[str, Any] = _NOTHING, **rest: Any) -> Any:
             with self._call(agent(), path, options) as hinted:
                 return post(path, options=hinted, **rest)
 
-        copy.post = post_with_hints  # type: ignore[method-assign] # every route of the copy goes through it
-        return copy
+        return post_with_hints
 
 
 class AsyncWorkflowRun(_ClientRun[AsyncOpenAI]):
@@ -123,16 +126,12 @@ class AsyncWorkflowRun(_ClientRun[AsyncOpenAI]):
             with _ignoring_errors():
                 await client.post("/hints", body={"kedge": hints}, cast_to=object)
 
-    def _calling(self, agent: Callable[[], str]) -> AsyncOpenAI:
-        copy = self._given.copy()
-        post = copy.post
-
+    def _hinted(self, post: Callable[..., Any], agent: Callable[[], str]) -> Callable[..., Any]:
         async def post_with_hints(path: str, *, options: Mapping[str, Any] = _NOTHING, **rest: Any) -> Any:
             with self._call(agent(), path, options) as hinted:
                 return await post(path, options=hinted, **rest)
 
-        copy.post = post_with_hints  # type: ignore[method-assign] # every route of the copy goes through it
-        return copy
+        return post_with_hints
 
 
 @overload
@@ -179,4 +178,4 @@ def _ignoring_errors() -> Iterator[None]:
 def with_hints(fields: Mapping[str, Any], name: str, hints: Mapping[str, Any]) -> dict[str, Any]:
     """Return `fields` with `hints` in their additional body, the field `name`. Hints that are already there win."""
     body = fields.get(name) or {}
-    return {**fields, name: {**body, "kedge": {**hints, **body.get("kedge", {})}}}
+    return {**fields, name: {**body, "kedge": {**hints, **(body.get("kedge") or {})}}}
