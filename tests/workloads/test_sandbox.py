@@ -51,6 +51,7 @@ def test_what_code_leaves(code: str, limits: SandboxLimits, stdout: str, error: 
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("def f(): f()\nf()", "RecursionError"),
         ("input()", "EOFError"),
+        ("import signal\nsignal.raise_signal(36)", "signal 36"),
         ("import sys; sys.exit(3)", "SystemExit"),
         ("exit('bye')", "SystemExit"),
         ("import os; os._exit(4)", "SystemExit"),

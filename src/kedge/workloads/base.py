@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from kedge.errors import ConfigError
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
@@ -14,6 +17,27 @@ Row = Mapping[str, Any]
 """A row of a data set."""
 QUESTION = "user_question"
 """The one input of every workload's workflow."""
+
+
+def read_rows(file: Path, option: str) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a JSONL file, each with where it stands: `file:line`.
+
+    Raises `ConfigError`, naming the `option` that the file was given as, for a file that cannot be read or has no row,
+    and for a line that is not JSON.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")  # `splitlines` also splits at characters within a text
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(option, str(file), f"cannot be read: {error}") from error
+    rows = [(f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ConfigError(option, str(file), "has no line")
+    for where, line in rows:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(option, where, f"is not valid JSON: {error}") from error
+        yield where, row
 
 
 @dataclass(frozen=True)

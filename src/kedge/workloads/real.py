@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
 from itertools import chain, zip_longest
@@ -11,7 +10,7 @@ from typing import TypeVar
 
 from kedge.errors import ConfigError
 from kedge.workloads import gsm8k, reading
-from kedge.workloads.base import Question, Row, Team
+from kedge.workloads.base import Question, Row, Team, read_rows
 
 Item = TypeVar("Item")
 
@@ -28,9 +27,9 @@ def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, list
         raise ConfigError("task", name, f"must be one of {', '.join(TEAMS)}")
     data, rng = Path(__file__).with_name("data"), random.Random(seed)
     if name == gsm8k.GSM8K.name:
-        asked = read_rows(file or data / "gsm8k.jsonl", gsm8k.question, "GSM8K")
+        asked = _read(file or data / "gsm8k.jsonl", gsm8k.question, "GSM8K")
         return TEAMS[name], rng.sample(asked, len(asked))
-    paragraphs = read_rows(file or data / "xquad-en.jsonl", reading.questions, "XQuAD")
+    paragraphs = _read(file or data / "xquad-en.jsonl", reading.questions, "XQuAD")
     if name == reading.LONG.name:
         paragraphs = reading.lengthened(paragraphs)
     if name == reading.SESSIONS.name:
@@ -41,21 +40,16 @@ def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, list
     return TEAMS[name], [one for one in chain.from_iterable(rounds) if one]
 
 
-def read_rows(file: Path, convert: Callable[[Row], Item], source: str) -> list[Item]:
-    """Convert all rows of a JSONL file, in their order; `source` is the data set's name.
+def _read(file: Path, convert: Callable[[Row], Item], source: str) -> list[Item]:
+    """Convert all rows of a file, in their order; `source` is the data set's name.
 
     `convert` raises `KeyError`, `ValueError` or `TypeError` for a row of another data set. Raises `ConfigError` for
-    that, which names the line, and for an unreadable file.
+    that, and as `read_rows` does.
     """
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # `splitlines` also splits at characters within a text
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("dataset", str(file), str(error)) from error
     found = []
-    for number, line in enumerate(lines, 1):
+    for where, row in read_rows(file, "dataset"):
         try:
-            if line.strip():
-                found.append(convert(json.loads(line)))
-        except (KeyError, ValueError, TypeError) as error:  # of which one is for what is not JSON
-            raise ConfigError("dataset", f"{file}:{number}", f"is not a row of {source}: {error!r}") from error
+            found.append(convert(row))
+        except (KeyError, ValueError, TypeError) as error:
+            raise ConfigError("dataset", where, f"is not a row of {source}: {error!r}") from error
     return found

@@ -122,6 +122,6 @@ def _error(process: subprocess.Popen[bytes], ended: bool, report: IO[bytes]) -> 
     if not ended or -code in (signal.SIGXCPU, signal.SIGKILL):
         return "TimeoutError"
     if code < 0:
-        return signal.Signals(-code).name
+        return next((one.name for one in signal.Signals if one == -code), f"signal {-code}")  # some have no name
     name = report.read(200).decode("utf-8", "replace")
     return (name if name.isidentifier() else "SystemExit") if code else None
