@@ -1,5 +1,8 @@
 """`kedge demo`: what it makes of two modes' answers, and what it shows and writes."""
 
+from __future__ import annotations
+
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from kedge.bench.demo import TeamScore, compared
 from kedge.runner.run import AgentResult, RunResult
 from kedge.types import AgentId, RunId
+from kedge.workloads import miniature
 from kedge.workloads.base import Question
 from kedge.workloads.miniature import MATH
 from tests.cli.commands import measured
@@ -39,8 +43,11 @@ def test_calls_are_reused_that_translated_a_token() -> None:
     assert found["agents"][1]["tokens"] == {"exact": 0, "translated": 4, "computed": 6}
 
 
-def test_the_command_writes_what_it_shows(tmp_path: Path) -> None:
-    data, shown = measured(tmp_path, "demo", "--questions", "2")
+def test_the_command_writes_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = list(islice(miniature.questions(11), 2))
+    monkeypatch.setattr("kedge.bench.demo.questions", lambda _: two)
+    data, shown = measured(tmp_path, "demo", "--questions", "3")
+    assert data["questions"] == 2, "as many as there are"
     assert {one["agent"] for one in data["agents"]} == {agent.id for agent in MATH.agents}
     assert all(one["ttft_dense_ms"] > 0 < one["ttft_translated_ms"] for one in data["agents"])
     assert "toy" in shown, "nobody takes its answers for more"

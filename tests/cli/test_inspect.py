@@ -62,6 +62,16 @@ def test_a_model_of_which_no_small_copy_can_be_built_is_judged_by_its_config(
     assert shown["translation"].startswith("yes, according to its config")
 
 
+@pytest.mark.parametrize("layers", [-1, 10**9])
+def test_a_number_of_layers_that_cannot_be(tmp_path: Path, layers: int) -> None:
+    shown = rows(tmp_path, LlamaConfig(**SMALL | {"num_hidden_layers": layers}))
+    assert "`num_hidden_layers`" in shown["runs"]
+
+
+def test_refusals_are_shown_as_they_are(tmp_path: Path) -> None:
+    assert "'[red]x'" in rows(tmp_path, LlamaConfig(**SMALL, hidden_act="[red]x"))["runs"]
+
+
 @pytest.mark.parametrize("content", [None, "{", '{"model_type": "nothing"}'])
 def test_a_folder_that_is_no_model(tmp_path: Path, content: str | None) -> None:
     if content is not None:
@@ -98,6 +108,7 @@ def test_assumed_lengths_change_the_shares() -> None:
         ("nobody=3", "'nobody': must be one of agent_analyst, agent_inspector, agent_programmer, agent_solver, cond"),
         ("user_question=many", "'user_question=many': must be NAME=N"),
         ("user_question", "'user_question': must be NAME=N"),
+        ("user_question=" + "9" * 5000, "'user_question=9"),
     ],
 )
 def test_a_length_that_cannot_be(value: str, why: str) -> None:

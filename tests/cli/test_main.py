@@ -1,5 +1,8 @@
 """The app: the version, errors as one clean line, and mistakes that are told before torch is imported."""
 
+from __future__ import annotations
+
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,6 +106,16 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         preflight.require_model(tmp_path)
 
 
-def test_a_host_that_is_no_address_is_told() -> None:
-    with pytest.raises(ConfigError, match="server.host='256.1.1.1': is not an address of this machine"):
-        preflight.require_free_port("256.1.1.1", 0)
+def test_results_can_be_written_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "no" / "file")
+    with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
+        preflight.require_parent("--x", tmp_path / "link")
+    os.mkfifo(tmp_path / "pipe")
+    preflight.require_parent("--x", tmp_path / "pipe")
+    assert preflight.partial_of(tmp_path / "pipe") is None, "it is not replaced"
+
+
+@pytest.mark.parametrize("host", ["256.1.1.1", "a..b"])
+def test_a_host_that_is_no_address_is_told(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"server.host='{host}': is not an address of this machine"):
+        preflight.require_free_port(host, 0)

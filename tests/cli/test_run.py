@@ -77,7 +77,9 @@ def test_answers_and_receipts_are_shown(opened: Opened) -> None:
 
 
 def test_json_holds_answers_and_receipts_that_sum(opened: Opened) -> None:
-    assert kedge("run", "flow.yaml", *QUESTION, "--json", "out.json").exit_code == 0
+    Path("link.json").symlink_to("out.json")
+    assert kedge("run", "flow.yaml", *QUESTION, "--json", "link.json").exit_code == 0
+    assert Path("link.json").is_symlink()
     data = json.loads(Path("out.json").read_text(encoding="utf-8"))
     assert (data["workflow"], data["reuse"], data["answer"]) == ("pair", "translate", "the end")
     assert [(agent["agent"], agent["text"]) for agent in data["agents"]] == list(ANSWERS.items())
@@ -167,8 +169,9 @@ def test_many_questions_run_on_one_engine(opened: Opened) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "--inputs='questions.jsonl': has no line with inputs"),
+        ([], "--inputs='questions.jsonl': has no line"),
         (["{"], "--inputs='questions.jsonl:1': is not valid JSON"),
+        (["", "[" * 200_000], "--inputs='questions.jsonl:2': is not valid JSON"),
         (['{"user_question": "a"}', '["a"]'], "--inputs='questions.jsonl:2': must be a JSON object"),
         (['{"user_question": "a"}', "{}"], "inputs.user_question=None"),
         (['{"user_question": 1}'], "inputs.user_question=1"),

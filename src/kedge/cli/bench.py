@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.main
-from rich.console import Console
 from typer.core import TyperGroup
 
 from kedge.bench.flows import with_given
 from kedge.cli import bench_tables as tables
 from kedge.cli import options
 from kedge.cli.options import Device, Json, ModelSize, RealModel
-from kedge.cli.output import save, write
+from kedge.cli.output import save, terminal, write
 from kedge.cli.preflight import require_file, require_model, require_packages, require_parent
 from kedge.cli.run import read_questions
 from kedge.errors import ConfigError
@@ -100,11 +99,11 @@ def fidelity(
     flow, asked = _questions(task, dataset, seed)
     base = FidelitySettings(model, 8, 5) if quick else FidelitySettings(model)
     settings = with_given(base, questions=questions, taught=taught)
-    console = Console()
+    console = terminal()
     with console.status("fidelity") as status:
         data = measure(flow, asked, chosen, settings, status.update)
     console.print(tables.fidelity(data))
-    console.print(tables.fidelity_notes(data), highlight=False)
+    console.print(tables.fidelity_notes(data))
     if json_file:
         sizes = {"questions": settings.questions, "taught": settings.taught, "tokens": settings.tokens}
         given = {"model": model.name, "task": task, "seed": seed, **sizes}
@@ -172,11 +171,11 @@ def vllm(
     seconds = seconds or (5.0 if quick else VllmBenchSettings.seconds)
     settings = VllmBenchSettings(quick, model_size, trials, load_ratio, samples, at_once, seconds, model=model)
     shown["load"] = partial(tables.vllm_load, seconds)
-    console = Console()
+    console = terminal()
     with console.status("building the model") as status:
         found = measure(settings, {name: cases[name] for name in case or CASES}, status.update)
     for name, figures in found.items():
-        console.print(*shown.get(name, tables.vllm_flow)(figures), sep="\n", highlight=False)
+        console.print(*shown.get(name, tables.vllm_flow)(figures), sep="\n")
     if json_file:
         given = {**asdict(settings), "model": model and model.name}
         save(console, json_file, {"settings": given, **found})
@@ -224,7 +223,7 @@ def sessions(
         capacities=tuple(capacity) if capacity else None,
         requests=requests,
     )
-    console = Console()
+    console = terminal()
     with console.status("reading") as status:
         traces = load_traces(trace or [SLICE])
         if more:
@@ -233,7 +232,7 @@ def sessions(
             data = {"traces": measure(settings, traces, COLUMNS, status.update)}
     extra = benchmarks("tables") if full else None
     beside = extra.sessions_beside(data) if extra else ()
-    console.print(*tables.sessions(data), *beside, sep="\n", highlight=False)
+    console.print(*tables.sessions(data), *beside, sep="\n")
     if json_file:
         save(console, json_file, {"settings": asdict(settings), **data})
 
@@ -279,7 +278,7 @@ def load(
     base = LoadSettings(clients=(1, 8), seconds=10.0) if quick else LoadSettings()
     chosen = {"clients": tuple(clients) if clients else None, "modes": tuple(mode) if mode else None}
     settings = with_given(base, cases=tuple(case or ()), seconds=seconds, device=device, **chosen, **about)
-    console, leaves = Console(), Leaves()
+    console, leaves = terminal(), Leaves()
     with console.status("load") as status:
         for (name, many, how), figures in measure(settings, status.update):
             leaves.setdefault(name, {}).setdefault(str(many), {})[how.value] = figures

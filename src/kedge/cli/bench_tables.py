@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from rich.console import Group, RenderableType
+from rich.text import Text
 
 from kedge.cli.output import Columns, Row, cells, table_of
 
@@ -75,7 +76,7 @@ def vllm_flow(case: Row) -> Iterator[RenderableType]:
     headings = ("engine", "s", "times stock", *FLOW)
     yield table_of(f"{case['case']}: {case['workload']}", headings, rows, left={"engine"})
     if not case["tokens_identical"]:
-        yield "[red]the engines did not give the same tokens[/red]"
+        yield Text("the engines did not give the same tokens", style="red")
 
 
 def vllm_load(seconds: float, models: Mapping[str, Mapping[str, Mapping[str, Row]]]) -> Iterator[RenderableType]:

@@ -11,7 +11,7 @@ from rich.console import Console, Group
 
 from kedge.cli import options
 from kedge.cli.options import Json, Model
-from kedge.cli.output import save, table_of
+from kedge.cli.output import save, table_of, terminal
 from kedge.cli.preflight import require_model, require_parent
 from kedge.errors import ConfigError
 from kedge.models import is_bundled
@@ -49,13 +49,12 @@ def demo(
     if task not in DEMO_TASKS:
         raise ConfigError("--task", task, f"must be one of {', '.join(DEMO_TASKS)}")
     questions = questions or (100 if is_toy else 20) // (5 if quick else 1)
-    console = Console()
+    console = terminal()
     result = _compare(console, questions, task, model, seed)
     console.print(score_table(result["agents"]), _summary(result))
-    console.print(TOY if is_toy else REAL, highlight=False)
+    console.print(TOY if is_toy else REAL)
     if json_file:
-        data = {**result, "task": task, "questions": questions, "seed": seed}
-        save(console, json_file, data)
+        save(console, json_file, {**result, "task": task, "seed": seed})
 
 
 def _compare(console: Console, count: int, task: str, model: Path | None, seed: int) -> dict[str, Any]:
@@ -75,11 +74,12 @@ def _compare(console: Console, count: int, task: str, model: Path | None, seed: 
 
         def answered(mode: ReuseMode, name: str) -> TeamScore:
             def note(score: TeamScore) -> None:
-                status.update(f"{name}: {len(score.answered)} of {count} questions")
+                status.update(f"{name}: {len(score.answered)} of {len(asked)} questions")
 
             return answer(engine, workload, asked, mode, note)
 
-        return compared(answered(ReuseMode.OFF, "dense prefill"), answered(ReuseMode.TRANSLATE, "translated"))
+        both = answered(ReuseMode.OFF, "dense prefill"), answered(ReuseMode.TRANSLATE, "translated")
+    return {**compared(*both), "questions": len(asked)}
 
 
 def score_table(agents: Sequence[Mapping[str, Any]]) -> Group:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import typer
@@ -17,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kedge.cli import options
-from kedge.cli.output import Columns, cells, table_of
+from kedge.cli.output import Columns, cells, table_of, terminal
 from kedge.errors import ConfigError, UnsupportedModel
 from kedge.types import AgentId
 
@@ -64,16 +66,16 @@ def inspect(
     an application's prompts defeats reuse.
     """
     if from_traffic is not None:
-        show_traffic(Console(), from_traffic, api_key)
+        show_traffic(terminal(), from_traffic, api_key)
     elif target is not None and target.suffix.lower() in FLOW_SUFFIXES and not target.is_dir():
         from kedge.workflow.savings import ValueLengths
 
         lengths = ValueLengths(input_tokens, answer_tokens, tool_tokens, dict(map(_named, length or ())))
-        _show_flow(Console(), target, lengths, model, graph_only=graph)
+        _show_flow(terminal(), target, lengths, model, graph_only=graph)
     elif graph:
         raise ConfigError("--graph", str(target), "only a workflow has a graph; name its file")
     else:
-        _show_model(Console(), target)
+        _show_model(terminal(), target)
 
 
 def _show_model(console: Console, path: Path | None) -> None:
@@ -89,11 +91,11 @@ def _show_model(console: Console, path: Path | None) -> None:
     table.add_column(overflow="fold")
     for name, value in _verdict(config):
         table.add_row(name, value)
-    console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
+    console.print(str(folder), soft_wrap=True)
     console.print(table)
     if copies is not None:
         where = ", ".join(map(str, copies)) or f"will be in {cache_folder()}"
-        console.print(f"converted: {where}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"converted: {where}", soft_wrap=True)
 
 
 def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
@@ -131,7 +133,7 @@ def _kv_per_token(spec: KVSpec) -> str:
 
 def _named(pair: str) -> tuple[str, int]:
     name, _, count = pair.partition("=")
-    if not (count.isascii() and count.isdigit()):
+    if not re.fullmatch("[0-9]{1,9}", count):
         raise ConfigError("--length", pair, "must be NAME=N with a whole number N of tokens")
     return name, int(count)
 
@@ -161,11 +163,11 @@ def _show_flow(console: Console, path: Path, lengths: ValueLengths, model: Path 
     from kedge.engine.common.tokenizer import HFTokenizer
 
     savings = estimate_savings(flow, HFTokenizer.load(model_path(model)), lengths)
-    console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run", markup=False)
+    console.print(f"{flow.name}: {len(flow.agents)} agents, {len(flow.steps)} calls a run")
     console.print(savings_table(savings))
     for text in (advice(savings), *conflicts(flow), _assumptions(lengths, model)):
         for row in textwrap.wrap(text, min(console.width, 100), break_on_hyphens=False):
-            console.print(row, markup=False, highlight=False)
+            console.print(row)
     return None
 
 
@@ -245,38 +247,38 @@ def show_traffic(console: Console, url: str, api_key: str | None) -> None:
     report = _read(url.rstrip("/") + "/kedge/report", api_key)
     if report is None:
         raise ConfigError(KEY, url, "has nothing to report yet: plain requests have to come first")
+    if not (isinstance(report, dict) and "requests" in report):
+        raise ConfigError(KEY, url, "answers with something else than a report of Kedge")
     known = report["known_agents"] / report["requests"] if report["requests"] else 0
     console.print(
         f"plain traffic ({report['mode']}): {report['requests']} requests, {len(report['agents'])} agents known in "
         f"{known:.0%} of them, {report['turns']} turns of sessions; of {report['prompt_tokens']} prompt tokens "
         f"{report['exact_tokens']} were cached, {report['translated_tokens']} translated, and "
         f"{report['shared_tokens']} read or answered before elsewhere",
-        highlight=False,
     )
     if report["agents"]:
         rows = [[one["id"], one["team"], *cells(one, AGENTS)] for one in report["agents"]]
         console.print(table_of("agents", ("agent", "team", *AGENTS), rows))
     for before, after, share in report["follows"]:
-        console.print(f"after {before} comes {after}: {share:.0%}", highlight=False)
+        console.print(f"after {before} comes {after}: {share:.0%}")
     for reason, requests in report["why_not"]:
-        console.print(f"not translated in {requests:,} requests: {reason}", markup=False, highlight=False)
+        console.print(f"not translated in {requests:,} requests: {reason}")
     for one in report["findings"]:
         saved = f"{one['tokens_per_call']:,} tokens a call, {one['calls']:,} calls so far"
-        console.print(f"agent {one['agent']}: {one['kind']} ({saved}): {one['advice']}", highlight=False)
+        console.print(f"agent {one['agent']}: {one['kind']} ({saved}): {one['advice']}")
     if not report["findings"]:
-        console.print("nothing was found that defeats reuse", highlight=False)
+        console.print("nothing was found that defeats reuse")
 
 
-def _read(url: str, api_key: str | None) -> dict[str, Any] | None:
+def _read(url: str, api_key: str | None) -> Any:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(KEY, url, "must begin with http:// or https://")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with urlopen(Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
-            report: dict[str, Any] | None = json.load(answer)
-            return report
+            return json.load(answer)
     except HTTPError as error:
         hint = f" (vLLM needs --middleware {MIDDLEWARE})" if error.code == 404 else ""
         raise ConfigError(KEY, url, f"answers {error.code}{hint}") from None
-    except (URLError, OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException, RecursionError) as error:
         raise ConfigError(KEY, url, f"cannot be read: {error}") from None

@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 from click import UsageError
-from rich.console import Console
 from typer.core import TyperGroup
 
 from kedge import __version__
 from kedge.cli.bench import bench
 from kedge.cli.demo import demo
 from kedge.cli.inspect import inspect
+from kedge.cli.output import terminal
 from kedge.cli.run import run
 from kedge.cli.serve import serve
 from kedge.errors import KedgeError
@@ -29,7 +29,7 @@ class _Commands(TyperGroup):
         except KedgeError as error:
             notes = getattr(error, "__notes__", [])
             line = " ".join((f"error: {error}" + (f" ({'; '.join(notes)})" if notes else "")).split())
-            Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+            terminal(stderr=True).print(line, style="red", soft_wrap=True)
             raise typer.Exit(EXIT_BAD_INPUT) from error
 
 

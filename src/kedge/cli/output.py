@@ -16,11 +16,17 @@ from rich.table import Table
 from rich.text import Text
 
 from kedge import __version__
+from kedge.cli.preflight import partial_of
 
 Row = Mapping[str, Any]
 """Figures as they are written to a file of results."""
 Columns = Mapping[str, tuple[str, str]]
 """Heading -> figure and its format."""
+
+
+def terminal(*, stderr: bool = False) -> Console:
+    """Return a console that shows texts as they are: those of users, models and servers may look like markup."""
+    return Console(stderr=stderr, markup=False, highlight=False)
 
 
 def table_of(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str] = ()) -> Group:
@@ -47,17 +53,18 @@ def cells(row: Row, columns: Columns) -> list[str]:
 def save(console: Console, file: Path, results: Mapping[str, object]) -> None:
     """Write results with a description of the machine, and print the file's path."""
     write(file, results)
-    console.print(f"results: {file}", markup=False, highlight=False)
+    console.print(f"results: {file}")
 
 
 def write(file: Path, results: Mapping[str, object]) -> None:
     """Write results with a description of the machine, atomically: if interrupted, the file keeps its earlier
-    content.
+    content. A link goes on leading to it; a pipe or a device is written to as it is.
     """
-    partial = file.with_name(f"{file.name}.part")
     text = json.dumps({"machine": _machine(), **results}, indent=1, ensure_ascii=False)
+    partial = partial_of(file) or file
     partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(file)
+    if partial != file:
+        partial.replace(file.resolve())
 
 
 def _machine() -> dict[str, object]:

@@ -20,13 +20,27 @@ def require_file(option: str, file: Path | None) -> None:
 
 
 def require_parent(option: str, file: Path | None) -> None:
-    """Raise `ConfigError` for a file with no parent folder, or a path that is a folder."""
+    """Raise `ConfigError` for a file with no parent folder or in one that cannot be written to, or for a folder."""
     if file is None:
         return
     if not file.parent.is_dir():
         raise ConfigError(option, str(file), "its folder does not exist")
     if file.is_dir():
         raise ConfigError(option, str(file), "is a folder, not a file")
+    if partial := partial_of(file):
+        try:
+            partial.touch()
+            partial.unlink()
+        except OSError as error:
+            raise ConfigError(option, str(file), f"cannot be written: {error.strerror}") from error
+
+
+def partial_of(file: Path) -> Path | None:
+    """Return the file that replaces another once it is whole; None for a pipe or a device, which cannot be replaced."""
+    if file.exists() and not file.is_file():
+        return None
+    target = file.resolve()
+    return target.with_name(f"{target.name}.part")
 
 
 def require_model(model: Path | None) -> None:
@@ -60,8 +74,9 @@ def require_free_port(host: str, port: int) -> None:
     """Raise `ConfigError` if a server cannot listen at `host` and `port`; port 0 takes any that is free."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError("server.host", host, f"is not an address of this machine: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # of which the second is for a part of a name that is empty or too long
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError("server.host", host, f"is not an address of this machine: {why}") from error
     family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

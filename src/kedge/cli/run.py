@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -14,7 +13,7 @@ from rich.console import Console, Group
 
 from kedge.cli import options
 from kedge.cli.options import Config, Device, Model
-from kedge.cli.output import save, table_of
+from kedge.cli.output import save, table_of, terminal
 from kedge.cli.preflight import require_file, require_model, require_parent
 from kedge.errors import ConfigError, KedgeError, RequestError
 from kedge.types import ReuseMode
@@ -61,7 +60,7 @@ def run(
         asked: Sequence[Mapping[str, str]] = [values]
     else:
         asked = read_questions(inputs_file, values, workflow)
-    _run(Console(), settings, workflow, asked, json_file, is_single=inputs_file is None)
+    _run(terminal(), settings, workflow, asked, json_file, is_single=inputs_file is None)
 
 
 def _run(
@@ -87,7 +86,7 @@ def _run(
                 results.append(result)
                 if not is_single:
                     line = f"{number} of {len(asked)}, {sources([result])}: {result.text}"
-                    console.print(line, markup=False, highlight=False)
+                    console.print(line)
                     engine.wait_idle()  # for what is compared in idle time: there is none between two questions
         except KedgeError as error:
             if not is_single:
@@ -97,7 +96,7 @@ def _run(
             if results:
                 console.print(receipts(results[-1], "" if is_single else " in the last question"))
                 for reason, segments in misses_by_reason(results[-1]).items():
-                    console.print(f"· {reason}: {', '.join(segments)}", markup=False, highlight=False)
+                    console.print(f"· {reason}: {', '.join(segments)}")
                 if not is_single:
                     console.print(f"all questions: {sources(results)}")
                 if json_file:
@@ -155,24 +154,14 @@ def read_questions(
     """Read one run's inputs from every line of a JSONL file; `common` are the inputs that a line does not name itself,
     `option` is what the file was given as.
 
-    Raises `RequestError` for a file that cannot be read or has no line, and, with the line's number, for a line that is
-    not a JSON object or has inputs that do not fit the workflow (also `MissingInput`).
+    Raises `ConfigError` as `read_rows` does, and `RequestError`, with the line's number, for a line that is not a JSON
+    object or has inputs that do not fit the workflow (also `MissingInput`).
     """
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # `splitlines` also splits at characters within a text
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(option, str(file), f"cannot be read: {error}") from error
     from kedge.runner.run import check_inputs
+    from kedge.workloads.base import read_rows
 
     questions: list[Mapping[str, str]] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        try:
-            values = json.loads(line)
-        except ValueError as error:
-            raise RequestError(option, where, f"is not valid JSON: {error}") from error
+    for where, values in read_rows(file, option):
         if not isinstance(values, dict):
             raise RequestError(option, where, "must be a JSON object from input names to texts")
         questions.append({**common, **values})
@@ -181,8 +170,6 @@ def read_questions(
         except KedgeError as error:
             error.add_note(f"in {where}")
             raise
-    if not questions:
-        raise RequestError(option, str(file), "has no line with inputs")
     return questions
 
 
@@ -190,13 +177,13 @@ def show_event(console: Console, event: RunEvent) -> None:
     """Print an event of a run as it happens."""
     name = f"{event.agent}" + (f", turn {event.turn}" if event.turn else "")
     if event.kind == "submitted":
-        console.print(f"› {name}", style="dim", markup=False, highlight=False)
+        console.print(f"› {name}", style="dim")
     elif event.kind == "answered" and event.completion:
         took = f"  first token {event.completion.ttft_ms:.0f} ms, all {event.completion.total_ms:.0f} ms"
-        console.print(f"✓ {name}{took}", style="bold", markup=False, highlight=False)
-        console.print(event.text, markup=False, highlight=False)
+        console.print(f"✓ {name}{took}", style="bold")
+        console.print(event.text)
     elif event.kind == "tool":
-        console.print(f"⚙ {name}: {event.text}", style="cyan", markup=False, highlight=False)
+        console.print(f"⚙ {name}: {event.text}", style="cyan")
 
 
 def receipts(result: RunResult, where: str = "") -> Group:

@@ -14,6 +14,7 @@ from rich.console import Console
 from kedge.checks import parse_host
 from kedge.cli import options, run
 from kedge.cli.options import Config, Device
+from kedge.cli.output import terminal
 from kedge.cli.preflight import require_free_port, require_model, require_packages
 from kedge.engine.process.engine import ENDING
 from kedge.types import ReuseMode
@@ -127,7 +128,7 @@ def _serve(settings: Settings) -> None:
     if server.tracing:
         require_packages("--tracing", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
     require_free_port(server.host, server.port)
-    console = Console(stderr=True)
+    console = terminal(stderr=True)
     is_open = server.host != "localhost" and not getattr(parse_host(server.host), "is_loopback", False)
     if is_open and keys.is_open:
         console.print("no API keys: anyone who can reach this address may call (--api-keys FILE)", style="yellow")
@@ -149,7 +150,7 @@ def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Cons
     app = create_app(engine, server, keys)
     url = f"http://{server.host}:{server.port}"
     dtype = f" in {found}" if (found := engine.inspect().get("dtype")) else ""
-    console.print(f"{name}{dtype} on {url}/v1, API described at /openapi.json", markup=False, highlight=False)
+    console.print(f"{name}{dtype} on {url}/v1, API described at /openapi.json")
     # The log is configured, and the application writes a line of its own for every call.
     options = {"host": server.host, "port": server.port, "log_config": None, "access_log": False}
     GracefulServer(app, on_failure=_exit_soon, **options).run()

@@ -160,11 +160,12 @@ def _unservable(config: PretrainedConfig) -> str | None:
         return "its config has no `num_attention_heads`: layers without attention keep no KV"
     if not ropes(config):
         return "no rotary position embedding in its config"
-    sizes = ["num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"]
-    one = _layers(config)[0]
-    sizes.append("head_dim" if getattr(one, "head_dim", None) else "hidden_size")
-    unknown = [name for name in sizes if not isinstance(getattr(one, name, None), int)]
-    return f"its config has no single `{unknown[0]}`" if unknown else None
+    most = {"num_hidden_layers": 2**16, "num_attention_heads": 2**16, "vocab_size": 2**31}
+    one = _layers(config)[0] if getattr(config, "num_hidden_layers", None) in range(1, 2**16) else config
+    most |= {"max_position_embeddings": 2**31, "head_dim" if getattr(one, "head_dim", None) else "hidden_size": 2**31}
+    sizes = {name: getattr(one, name, None) for name in most}
+    bad = [name for name, size in sizes.items() if not (isinstance(size, int) and 0 < size < most[name])]
+    return f"its config has no single `{bad[0]}` of a size that can be" if bad else None
 
 
 def translation_refusal(config: PretrainedConfig) -> str | None:

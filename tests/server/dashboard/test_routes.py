@@ -292,7 +292,7 @@ def test_inspect_reads_a_running_server(seen: Served, monkeypatch: pytest.Monkey
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("url", ["ftp://nowhere", "http://127.0.0.1:9", "localhost:8000"])
+@pytest.mark.parametrize("url", ["ftp://nowhere", "http://127.0.0.1:9", "localhost:8000", "http://exa mple"])
 def test_a_server_that_cannot_be_read_is_named(url: str) -> None:
     failed = CliRunner().invoke(app, ["inspect", "--from-traffic", url])
     assert failed.exit_code == 2 and url in failed.output.replace("\n", "")
