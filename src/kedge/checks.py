@@ -107,13 +107,6 @@ class _Excerpt(str):
         return str(self)
 
 
-class _Excerpts(reprlib.Repr):
-    """Shortens long integers in a value, too, of which Python would raise."""
-
-    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002
-        return repr(brief(x))
-
-
 def brief(value: object) -> object:
     """Return `value`, or an excerpt where it is longer than a message should be."""
     if isinstance(value, int):
@@ -122,4 +115,7 @@ def brief(value: object) -> object:
         return value
     if isinstance(value, str) and len(value) <= 60:
         return value
-    return _Excerpt(_Excerpts().repr(value))
+    try:
+        return _Excerpt(reprlib.repr(value))
+    except ValueError:  # of an integer that is too long to be shown
+        return _Excerpt(f"a {type(value).__name__} with a long integer")

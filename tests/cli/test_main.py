@@ -62,7 +62,7 @@ finally:
 """
 FLOW = "name: n\nagents: [{id: a, user: '{user_question}'}]\n"
 NO_MODEL = "model='nowhere': no such folder, or no config.json in it; known by name are nano and smollm2"
-NO_FOLDER = "--json='no/where.json': its folder does not exist"
+NO_FOLDER = "--json='no/where.json': cannot be written: No such file or directory"
 MISTAKES = {
     ("run", "none.yaml"): "path='none.yaml': cannot be read: No such file or directory",
     ("run", "flow.yaml", "-i", "user_question=x", "--model", "nowhere"): NO_MODEL,

@@ -130,7 +130,10 @@ def test_flags_win_over_the_settings_file(opened: Opened) -> None:
         (["flow.yaml", *QUESTION, *QUESTION], "--input='user_question': duplicate: the input is given twice"),
         (["flow.yaml", *QUESTION, "-i", "other=1"], "inputs='other'"),
         (["flow.yaml", *QUESTION, "--device", "tpu"], "engine.device='tpu'"),
-        (["flow.yaml", *QUESTION, "--json", "no/where.json"], "--json='no/where.json': its folder does not exist"),
+        (
+            ["flow.yaml", *QUESTION, "--json", "no/where.json"],
+            "--json='no/where.json': cannot be written",
+        ),
         (["flow.yaml", *QUESTION, "--config", "none.toml"], "file='none.toml'"),
         (["none.yaml", *QUESTION], "path='none.yaml'"),
         (["flow.yaml", "--inputs", "none.jsonl"], "--inputs='none.jsonl': no such file"),
@@ -169,10 +172,10 @@ def test_many_questions_run_on_one_engine(opened: Opened) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "--inputs='questions.jsonl': has no line"),
-        (["{"], "--inputs='questions.jsonl:1': is not valid JSON"),
-        (["", "[" * 200_000], "--inputs='questions.jsonl:2': is not valid JSON"),
-        (['{"user_question": "a"}', '["a"]'], "--inputs='questions.jsonl:2': must be a JSON object"),
+        ([], "--inputs='questions.jsonl': has no line with inputs"),
+        (["{"], "--inputs='questions.jsonl:1': is not a JSON object"),
+        (["", "[" * 200_000], "--inputs='questions.jsonl:2': is not a JSON object"),
+        (['{"user_question": "a"}', '["a"]'], "--inputs='questions.jsonl:2': is not a JSON object"),
         (['{"user_question": "a"}', "{}"], "inputs.user_question=None"),
         (['{"user_question": 1}'], "inputs.user_question=1"),
         (['{"user_question": "a", "x": "b"}'], "inputs='x'"),

@@ -82,8 +82,7 @@ def fidelity(
     questions: Annotated[int | None, options.number(help="Questions that count; default 50.")] = None,
     taught: Annotated[int | None, options.number(help="Questions before them, to learn from; default 10.")] = None,
     methods: Annotated[
-        str,
-        typer.Option(metavar="NAMES", help="By commas; default kedge,token,epic. token:move=never sets one."),
+        str, typer.Option(metavar="NAMES", help="By commas; default kedge,token,epic. token:move=never sets one.")
     ] = "kedge,token,epic",
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of the questions.")] = 0,
     json_file: Json = None,
@@ -128,13 +127,11 @@ def _questions(task: str, dataset: Path | None, seed: int) -> tuple[Workflow, li
 @bench.command()
 def vllm(
     case: Annotated[
-        list[str] | None,
-        options.name(help="cycle, load; repeatable. Default: both. A checkout has more."),
+        list[str] | None, options.name(help="cycle, load; repeatable. Default: both. A checkout has more.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,
     model: Annotated[
-        Path | None,
-        typer.Option(metavar="MODEL", help="load, sessions: a real model, as smollm2."),
+        Path | None, typer.Option(metavar="MODEL", help="load, sessions: a real model, as smollm2.")
     ] = None,
     model_size: ModelSize = "32m",
     trials: Annotated[
@@ -202,8 +199,7 @@ def sessions(
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of conversations.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="8 live conversations, three capacities.")] = False,
     full: Annotated[
-        bool,
-        typer.Option("--full", help="In a checkout: also Belady, a closed loop, and what it costs."),
+        bool, typer.Option("--full", help="In a checkout: also Belady, a closed loop, and what it costs.")
     ] = False,
     json_file: Json = None,
 ) -> None:

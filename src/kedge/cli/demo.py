@@ -25,15 +25,12 @@ REAL = "How far answers are from dense prefill, beside KV in fp8: kedge bench fi
 
 def demo(
     questions: Annotated[
-        int | None,
-        options.number(help="How many questions the team answers. Default 100, a real model 20."),
+        int | None, options.number(help="How many questions the team answers. Default 100, a real model 20.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A fifth of the questions.")] = False,
     task: Annotated[
         str | None,
-        options.name(
-            help="math, the bundled model's and its default; or reading or gsm8k, default reading.",
-        ),
+        options.name(help="math, the bundled model's and its default; or reading or gsm8k, default reading."),
     ] = None,
     model: Model = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the questions.")] = 11,

@@ -37,8 +37,7 @@ UNTRIED = "yes, according to its config: no small copy of it could be built and 
 
 def inspect(
     target: Annotated[
-        Path | None,
-        typer.Argument(metavar="[MODEL|FLOW]", help="A model (as for run --model) or a workflow file."),
+        Path | None, typer.Argument(metavar="[MODEL|FLOW]", help="A model (as for run --model) or a workflow file.")
     ] = None,
     model: Annotated[
         Path | None,
@@ -254,7 +253,7 @@ def show_traffic(console: Console, url: str, api_key: str | None) -> None:
         f"plain traffic ({report['mode']}): {report['requests']} requests, {len(report['agents'])} agents known in "
         f"{known:.0%} of them, {report['turns']} turns of sessions; of {report['prompt_tokens']} prompt tokens "
         f"{report['exact_tokens']} were cached, {report['translated_tokens']} translated, and "
-        f"{report['shared_tokens']} read or answered before elsewhere",
+        f"{report['shared_tokens']} read or answered before elsewhere"
     )
     if report["agents"]:
         rows = [[one["id"], one["team"], *cells(one, AGENTS)] for one in report["agents"]]

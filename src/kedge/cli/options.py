@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 Model = Annotated[
-    Path | None,
-    typer.Option(metavar="MODEL", help="A folder, a GGUF file, nano or smollm2. Default: nano."),
+    Path | None, typer.Option(metavar="MODEL", help="A folder, a GGUF file, nano or smollm2. Default: nano.")
 ]
 RealModel = Annotated[Path, typer.Option(metavar="MODEL", help="smollm2, a folder, or a GGUF file. Default: smollm2.")]
 Config = Annotated[

@@ -20,14 +20,10 @@ def require_file(option: str, file: Path | None) -> None:
 
 
 def require_parent(option: str, file: Path | None) -> None:
-    """Raise `ConfigError` for a file with no parent folder or in one that cannot be written to, or for a folder."""
-    if file is None:
-        return
-    if not file.parent.is_dir():
-        raise ConfigError(option, str(file), "its folder does not exist")
-    if file.is_dir():
+    """Raise `ConfigError` for a file that cannot be written, such as one with no parent folder, or for a folder."""
+    if file is not None and file.is_dir():
         raise ConfigError(option, str(file), "is a folder, not a file")
-    if partial := partial_of(file):
+    if file is not None and (partial := partial_of(file)):
         try:
             partial.touch()
             partial.unlink()

@@ -154,22 +154,20 @@ def read_questions(
     """Read one run's inputs from every line of a JSONL file; `common` are the inputs that a line does not name itself,
     `option` is what the file was given as.
 
-    Raises `ConfigError` as `read_rows` does, and `RequestError`, with the line's number, for a line that is not a JSON
-    object or has inputs that do not fit the workflow (also `MissingInput`).
+    Raises `ConfigError` for a file that has no line, and as `read_rows` does, and `RequestError` with the line's number
+    for inputs that do not fit the workflow (also `MissingInput`).
     """
     from kedge.runner.run import check_inputs
     from kedge.workloads.base import read_rows
 
-    questions: list[Mapping[str, str]] = []
-    for where, values in read_rows(file, option):
-        if not isinstance(values, dict):
-            raise RequestError(option, where, "must be a JSON object from input names to texts")
-        questions.append({**common, **values})
-        try:
-            check_inputs(flow, questions[-1])
-        except KedgeError as error:
-            error.add_note(f"in {where}")
-            raise
+    def inputs(given: object) -> Mapping[str, str]:
+        if not isinstance(given, dict):
+            raise TypeError(given)
+        check_inputs(flow, values := {**common, **given})
+        return values
+
+    if not (questions := read_rows(file, inputs, "a JSON object from input names to texts", option)):
+        raise ConfigError(option, str(file), "has no line with inputs")
     return questions
 
 

@@ -39,8 +39,7 @@ def serve(
         Path | None, typer.Argument(metavar="MODEL", help="As for run --model: a folder, a GGUF file or a name.")
     ] = None,
     engine: Annotated[
-        str | None,
-        options.name(help="local (the embedded engine) or vllm (with Kedge's plug-in). Default: local."),
+        str | None, options.name(help="local (the embedded engine) or vllm (with Kedge's plug-in). Default: local.")
     ] = None,
     host: Annotated[str | None, options.name(help="Address to listen on. Default: 127.0.0.1.")] = None,
     port: Annotated[
@@ -78,8 +77,7 @@ def serve(
     ] = None,
     tokens_per_minute: Annotated[int | None, options.number(help="Of one tenant, prompts and answers.")] = None,
     tool_call_parser: Annotated[
-        str | None,
-        options.name(help="How the model writes tool calls: hermes or llama3_json. Default: no tools."),
+        str | None, options.name(help="How the model writes tool calls: hermes or llama3_json. Default: no tools.")
     ] = None,
     tools: Annotated[
         bool | None, typer.Option(help="Let workflows run tools, which run code on this machine. Default: no.")

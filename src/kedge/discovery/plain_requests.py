@@ -103,11 +103,7 @@ class PlainRequests:
         return request if found is None else self._completed(request, found)
 
     def ended(
-        self,
-        namespace: Namespace,
-        request_id: RequestId,
-        answer: Sequence[int] = (),
-        served: Served | None = None,
+        self, namespace: Namespace, request_id: RequestId, answer: Sequence[int] = (), served: Served | None = None
     ) -> None:
         """Take the answer to a request, without tokens where there is none, and where its prompt came from.
 

@@ -315,7 +315,6 @@ def _no_double(keys: list[str]) -> None:
 
 
 _READERS: dict[str, Callable[[str], object]] = {
-    ".yaml": lambda text: yaml.load(text, _Yaml),  # noqa: S506 (a safe loader)
-    ".yml": lambda text: yaml.load(text, _Yaml),  # noqa: S506
+    **dict.fromkeys((".yaml", ".yml"), lambda text: yaml.load(text, _Yaml)),  # noqa: S506 (a safe loader)
     ".json": lambda text: json.loads(text, object_pairs_hook=_unique),
 }

@@ -3,41 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from kedge.errors import ConfigError
+from kedge.errors import ConfigError, KedgeError
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
 
+Item = TypeVar("Item")
 Row = Mapping[str, Any]
 """A row of a data set."""
 QUESTION = "user_question"
 """The one input of every workload's workflow."""
 
 
-def read_rows(file: Path, option: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a JSONL file, each with where it stands: `file:line`.
+def read_rows(file: Path, convert: Callable[[Row], Item], what: str, option: str = "dataset") -> list[Item]:
+    """Convert all rows of a JSONL file, in their order; `what` they are, `option` is what the file was given as.
 
-    Raises `ConfigError`, naming the `option` that the file was given as, for a file that cannot be read or has no row,
-    and for a line that is not JSON.
+    `convert` raises `KeyError`, `ValueError` or `TypeError` for another row. Raises `ConfigError` for that, which names
+    the line, and for a file that cannot be read; other errors of Kedge get the line as a note.
     """
     try:
         lines = file.read_text(encoding="utf-8").split("\n")  # `splitlines` also splits at characters within a text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(option, str(file), f"cannot be read: {error}") from error
-    rows = [(f"{file}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise ConfigError(option, str(file), "has no line")
-    for where, line in rows:
+    found = []
+    for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(option, where, f"is not valid JSON: {error}") from error
-        yield where, row
+            if line.strip():
+                found.append(convert(json.loads(line)))
+        except (KeyError, ValueError, TypeError, RecursionError) as error:  # of which two are for what is not JSON
+            raise ConfigError(option, f"{file}:{number}", f"is not {what}: {error!r}") from error
+        except KedgeError as error:
+            error.add_note(f"in {file}:{number}")
+            raise
+    return found
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import TypeVar
 
 from kedge.errors import ConfigError
 from kedge.workloads import gsm8k, reading
-from kedge.workloads.base import Question, Row, Team, read_rows
-
-Item = TypeVar("Item")
+from kedge.workloads.base import Question, Team, read_rows
 
 TEAMS = {team.name: team for team in (gsm8k.GSM8K, reading.READING, reading.LONG, reading.SESSIONS)}
 
@@ -27,9 +23,9 @@ def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, list
         raise ConfigError("task", name, f"must be one of {', '.join(TEAMS)}")
     data, rng = Path(__file__).with_name("data"), random.Random(seed)
     if name == gsm8k.GSM8K.name:
-        asked = _read(file or data / "gsm8k.jsonl", gsm8k.question, "GSM8K")
+        asked = read_rows(file or data / "gsm8k.jsonl", gsm8k.question, "a row of GSM8K")
         return TEAMS[name], rng.sample(asked, len(asked))
-    paragraphs = _read(file or data / "xquad-en.jsonl", reading.questions, "XQuAD")
+    paragraphs = read_rows(file or data / "xquad-en.jsonl", reading.questions, "a row of XQuAD")
     if name == reading.LONG.name:
         paragraphs = reading.lengthened(paragraphs)
     if name == reading.SESSIONS.name:
@@ -38,18 +34,3 @@ def load(name: str, file: Path | None = None, seed: int = 0) -> tuple[Team, list
         ]
     rounds = zip_longest(*rng.sample(paragraphs, len(paragraphs)))
     return TEAMS[name], [one for one in chain.from_iterable(rounds) if one]
-
-
-def _read(file: Path, convert: Callable[[Row], Item], source: str) -> list[Item]:
-    """Convert all rows of a file, in their order; `source` is the data set's name.
-
-    `convert` raises `KeyError`, `ValueError` or `TypeError` for a row of another data set. Raises `ConfigError` for
-    that, and as `read_rows` does.
-    """
-    found = []
-    for where, row in read_rows(file, "dataset"):
-        try:
-            found.append(convert(row))
-        except (KeyError, ValueError, TypeError) as error:
-            raise ConfigError("dataset", where, f"is not a row of {source}: {error!r}") from error
-    return found

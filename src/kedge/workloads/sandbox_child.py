@@ -78,15 +78,8 @@ def limit(cpu_seconds: int, memory: int, file_size: int) -> None:
 def guard(home: str, readable: tuple[str, ...]) -> None:
     """Install the audit hook. It keeps what it needs in its own cells, so that code cannot patch it from outside."""
     refused, rooms, modules, changes, looks, writing = REFUSED, REFUSED_ROOMS, REFUSED_MODULES, CHANGES, LOOKS, WRITING
-    getcwd, fspath, error, text, raw, kind, nothing = (
-        os.getcwd,
-        os.fspath,
-        PermissionError,
-        str,
-        bytes,
-        isinstance,
-        None,
-    )
+    getcwd, fspath, error, nothing = os.getcwd, os.fspath, PermissionError, None
+    text, raw, kind = str, bytes, isinstance
     writes, every, number, step = iter(range(MAX_FILES)), all, int, next
 
     def inside(path: Any, roots: tuple[str, ...]) -> bool:

@@ -125,12 +125,7 @@ class EngineParts:
         self.learned = anchors, bases
         self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)
 
-        host_blocks = tiers.host_pool_size(block_bytes)
-        throttle = ThrottledTiers(**dict(tiers)).throttle
-        copy_blocks = partial(PoolCopier, block_size=size, throttle=throttle, on_copied=on_copied)
-        pools = partial(host_pools, storage, host_blocks)
-        memory = "engine.tiers.host_memory", tiers.host_memory
-        self.copier = copier = copy_blocks(_allocated(*memory, pools)) if host_blocks else None
+        self.copier = copier = self._host_copier(block_bytes, on_copied)
         self.cache = cache = CacheManager(
             num_blocks, size, policy or policy_of(tiers), tiers, copier, block_bytes, storage.copy_beginning
         )
@@ -157,6 +152,14 @@ class EngineParts:
         )
         if config.planner.by_cost:
             measure(self.costs, runner, storage, self.capacity)
+
+    def _host_copier(self, block_bytes: int, on_copied: Callable[[], None]) -> PoolCopier | None:
+        """Return the copier of a host tier, None where there is none."""
+        tiers = self.config.tiers
+        if not (blocks := tiers.host_pool_size(block_bytes)):
+            return None
+        pools = _allocated("engine.tiers.host_memory", tiers.host_memory, partial(host_pools, self.storage, blocks))
+        return PoolCopier(pools, self.config.block_size, ThrottledTiers(**dict(tiers)).throttle, on_copied)
 
     def check_integrity(self) -> None:
         """Raise `PlanError` if a block does not have exactly one owner."""
