@@ -10,7 +10,7 @@ import pytest
 from kedge.errors import CycleError, SpecError, UnknownPlaceholder, WorkflowError
 from kedge.types import ReuseMode
 from kedge.workflow.graph import Agent, Workflow
-from kedge.workflow.spec import Appended, build_step_graph, build_workflow, load_flow, load_workflow, parse_text
+from kedge.workflow.spec import Appended, build_step_graph, build_workflow, load_flow, load_workflow, parse
 from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.topologies import Wording, connect, random
 from kedge.workloads.sandbox import answer_as_python
@@ -137,7 +137,7 @@ def test_another_budget_of_fidelity_says_what_is_accepted(tmp_path: Path, said: 
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        ("flow.yaml", b"name: \xff\xfe", "is not UTF-8"),
+        ("flow.yaml", b"name: \xff\xfe", "is not YAML: 'utf-8' codec"),
         ("flow.yaml", b"name: [", "is not YAML"),
         ("flow.yaml", b"name: a\nname: b", "duplicate key 'name'"),
         ("flow.yaml", b"name: !!python/object:os.system x", "is not YAML: aliases and tags are not accepted"),
@@ -168,7 +168,7 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
 
 def test_a_file_of_many_names_is_read_in_one_pass() -> None:
     names = [f"n{number}" for number in range(100_000)]
-    assert parse_text(json.dumps(dict.fromkeys(names)), ".json", "", "") == dict.fromkeys(names)
+    assert parse(json.dumps(dict.fromkeys(names)).encode(), ".json", "", "") == dict.fromkeys(names)
     agent = Agent("a", "", "".join(f"{{{name}}}" for name in names))
     with pytest.raises(WorkflowError, match="does not read"):
         Workflow("n", (agent,), tuple(names), loops=(("a", "a"),))

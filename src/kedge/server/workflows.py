@@ -42,7 +42,7 @@ from kedge.server.tenancy import Tenant, found
 from kedge.settings.sections import shown_fidelity
 from kedge.types import AgentId, RequestId, ReuseMode
 from kedge.workflow.graph import Workflow
-from kedge.workflow.spec import build_workflow, parse_text
+from kedge.workflow.spec import build_workflow, parse
 
 logger = logging.getLogger(__name__)
 ReuseChoice = Annotated[ReuseMode, Strict(False)]  # it comes as a text
@@ -92,11 +92,7 @@ async def register(caller: TheCaller, reuse: ReuseMode | None = None) -> Respons
     def build() -> Registered:
         if len(content) > MAX_FILE_BYTES:
             raise SpecError("body", f"{len(content)} bytes", f"a workflow file has at most {MAX_FILE_BYTES}")
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise SpecError(f"body: byte {error.start}", "…", "is not UTF-8") from None
-        data = parse_text(text, ".json" if "json" in kind else ".yaml", "body", f"{len(content)} bytes")
+        data = parse(content, ".json" if "json" in kind else ".yaml", "body", f"{len(content)} bytes")
         flow = _checked(data, tools=service.settings.tools)
         prompts = compiled(flow, service.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         return Registered(flow, reuse, prompts)

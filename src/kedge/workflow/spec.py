@@ -177,22 +177,19 @@ def _read(path: Path) -> object:
     if path.suffix.lower() not in _READERS:
         raise SpecError("path", str(path), f"a workflow file ends in {', '.join(_READERS)}")
     try:
-        text = path.read_bytes().decode("utf-8")
+        content = path.read_bytes()
     except OSError as error:
         raise SpecError("path", str(path), f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        bad = error.object[error.start : error.end]
-        raise SpecError(f"{path}: byte {error.start}", bad, "is not UTF-8") from error
-    return parse_text(text, path.suffix, "path", str(path))
+    return parse(content, path.suffix, "path", str(path))
 
 
-def parse_text(text: str, suffix: str, key: str, value: object) -> object:
-    """Parse the text of a workflow file, YAML or JSON by its `suffix`.
+def parse(content: bytes, suffix: str, key: str, value: object) -> object:
+    """Parse a workflow file, YAML or JSON by its `suffix`.
 
     Raises `SpecError`, which names `key` and `value`, for invalid text, or a key that stands twice in a mapping.
     """
     try:
-        return _READERS[suffix.lower()](text)
+        return _READERS[suffix.lower()](content.decode("utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise SpecError(key, value, f"is not {suffix[1:].upper()}: {error}") from error
 
