@@ -95,26 +95,17 @@ def _salt(value: Any) -> str:
     return "\x1f".join(map(read_text, parts))
 
 
-KEDGE = tuple(
-    Rule("kedge", ("kedge", name), to, read)
-    for name, to, read in (
-        ("workflow", "workflow", read_text),
-        ("run", "run", read_text),
-        ("agent", "agent", read_text),
-        ("client", "client", read_text),
-        ("seq", "seq", _seq),
-        ("steps", "steps", _steps),
-        ("fixed_tokens", "fixed_tokens", read_whole),
-        ("fixed_messages", "fixed_messages", read_whole),
-        ("pick", "pick", read_text),
-        ("session", "session", read_text),
-        ("parent", "parent", read_text),
-        ("returns_in", "returns_in", read_seconds),
-        ("keep_for", "keep_for", read_kept),
-        ("expects", "expects", read_expected),
-        ("final", "final", _flag),
-    )
-)
+_FIELDS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("workflow", "run", "agent", "client", "pick", "session", "parent"), read_text),
+    **dict.fromkeys(("fixed_tokens", "fixed_messages"), read_whole),
+    "seq": _seq,
+    "steps": _steps,
+    "returns_in": read_seconds,
+    "keep_for": read_kept,
+    "expects": read_expected,
+    "final": _flag,
+}
+KEDGE = tuple(Rule("kedge", ("kedge", name), name, read) for name, read in _FIELDS.items())
 BODY = (
     Rule("langgraph", ("metadata", "langgraph_node"), "agent", read_text),
     Rule("langgraph", ("metadata", "thread_id"), "run", read_text),

@@ -124,14 +124,7 @@ class _RunWatcher(BaseCallbackHandler):
         return run.follower.hints(agent)
 
     def on_chain_start(
-        self,
-        serialized: Any,  # noqa: ARG002 (LangChain's signature)
-        inputs: Any,  # noqa: ARG002
-        *,
-        run_id: UUID,
-        parent_run_id: UUID | None = None,
-        metadata: Metadata = None,
-        **_: Any,
+        self, *_: Any, run_id: UUID, parent_run_id: UUID | None = None, metadata: Metadata = None, **__: Any
     ) -> None:
         """Note that a graph, a node, or something in a node starts."""
         place = _place(metadata)
