@@ -42,13 +42,8 @@ class Forecast:
     def changes_from(self, old: Forecast | None) -> Changes:
         """Return what differs from an older forecast of the same run."""
         before = old.next_runs if old else {}
-        gone = {AgentKey(*self.run, agent): None for agent in before if agent not in self.next_runs}
-        new = {
-            AgentKey(*self.run, agent): next_run
-            for agent, next_run in self.next_runs.items()
-            if before.get(agent) != next_run
-        }
-        return {**gone, **new}
+        now = {agent: self.next_runs.get(agent) for agent in (*before, *self.next_runs)}
+        return {AgentKey(*self.run, agent): one for agent, one in now.items() if before.get(agent) != one}
 
 
 class ForecastBoard:
