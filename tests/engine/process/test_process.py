@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import queue
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.process.engine import ProcessEngine
 from kedge.engine.process.messages import portable
-from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, Overloaded, RequestError
+from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, Overloaded, RequestError, WrongThread
 from kedge.settings import EngineSettings
 from kedge.types import (
     FinishReason,
@@ -193,6 +194,61 @@ def test_what_cannot_be_sent_is_refused_and_the_engine_goes_on(echo: ProcessEngi
         echo.submit(replace(SUITE.request(echo, fresh_text("x")), agent=lambda: None))
     with pytest.raises(RequestError, match="cannot be sent"):
         echo.inspect_tenants(lambda _: True, [])
+    SUITE.serves(echo)
+
+
+class Unreadable(str):
+    """Raises where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_what_the_process_cannot_read_is_refused_and_the_engine_goes_on(echo: ProcessEngine) -> None:
+    stream, name = echo.submit(long(echo)), Unreadable()
+    for call in (lambda: echo.submit(replace(long(echo), agent=name)), lambda: echo.limit(name, Quota())):
+        with pytest.raises(RequestError, match="cannot be read in the engine's process"):
+            call()
+    echo.end_run(RUN._replace(run_id=name))
+    assert echo.cancel(stream.request_id) and stream.result(SECONDS).finish_reason is FinishReason.CANCELLED
+
+
+class Waits(EchoEngine):
+    """Is busy until something is cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cancelled = threading.Event()
+
+    def wait_idle(self, timeout: float = SECONDS) -> None:
+        assert self._cancelled.wait(timeout)
+
+    def cancel(self, _: str) -> bool:
+        self._cancelled.set()
+        return True
+
+
+def test_who_waits_for_the_engine_holds_up_no_others() -> None:
+    with ProcessEngine(Waits) as engine, ThreadPoolExecutor(40) as pool:
+        waiting = [pool.submit(engine.wait_idle, SECONDS) for _ in range(40)]
+        while len(engine._pending) < len(waiting):
+            time.sleep(1e-3)
+        assert engine.cancel("x")
+        assert [one.exception(SECONDS) for one in waiting] == [None] * len(waiting)
+
+
+def test_what_listens_cannot_wait_for_what_it_would_read(echo: ProcessEngine) -> None:
+    errors: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+    def hear(_: Item) -> None:
+        for call in (echo.inspect, echo.close):
+            try:
+                call()
+            except BaseException as error:
+                errors.put(error)
+
+    echo.submit(SUITE.request(echo, "hello", max_tokens=1)).listen(hear)
+    assert [type(errors.get(timeout=SECONDS)) for _ in range(2)] == [WrongThread] * 2
     SUITE.serves(echo)
 
 

@@ -17,15 +17,12 @@ from typing import Any
 
 from kedge.engine.base import Engine
 from kedge.engine.process.messages import Answer, Call, Failed, Packed, packed, portable
-from kedge.errors import ConfigError, EngineClosed, Overloaded
-from kedge.types import GenerateRequest, SamplingParams
+from kedge.errors import ConfigError, EngineClosed, Overloaded, RequestError
 
 logger = logging.getLogger(__name__)
 Sent = Packed | Answer | Failed
 IN_ORDER = frozenset({"submit", "end_run", "forecast", "prepare"})
-"""Methods that return at once. The others may wait for a step, and are called on threads of their own."""
-ASKING = 16
-"""Most calls that wait for the engine at the same time."""
+"""Methods that return at once. Of the others, which may wait for a step, each call has a thread, as in the program."""
 LOOK = 0.25
 """Seconds between two checks of whether the engine has failed."""
 
@@ -99,7 +96,6 @@ class Host:
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine, self._connection = engine, connection
         self._outbox = Outbox(connection)
-        self._asking = ThreadPoolExecutor(ASKING, "kedge-ask")
         self._compiling = Turns(threads=2, most=32)
 
     def serve(self) -> int:
@@ -119,26 +115,22 @@ class Host:
 
     def _take(self, call: Call) -> bool:
         """Start a call. Returns False for the last one."""
-        request = call.arguments[0] if call.method == "submit" else None
-        if isinstance(request, GenerateRequest) and _has_grammar(request):  # to read one takes up to a second
-            self._compile(call, request)
+        if call.turn_of:
+            if not self._compiling.put(call.turn_of, partial(self._answer, call)):
+                error = Overloaded("grammar", call.turn_of, "too many of this tenant's grammars wait to be read")
+                self._outbox.put(Answer(call.number or 0, error=error))
         elif call.method in IN_ORDER:
             self._answer(call)
         elif call.method != "close":
-            self._asking.submit(self._answer, call)
+            threading.Thread(target=self._answer, args=(call,), name="kedge-ask", daemon=True).start()
         return call.method != "close"
-
-    def _compile(self, call: Call, request: GenerateRequest) -> None:
-        if not self._compiling.put(str(request.tenant), partial(self._answer, call)):
-            error = Overloaded("grammar", request.tenant, "too many of this tenant's grammars wait to be read")
-            self._outbox.put(Answer(call.number or 0, error=error))
 
     def _answer(self, call: Call) -> None:
         try:
             method: Callable[..., Any] | None = getattr(self._engine, call.method, None)
             if method is None:
                 raise ConfigError("engine", type(self._engine).__name__, f"has no `{call.method}`")
-            value = method(*call.arguments)
+            value = method(*_arguments(call))
             if call.method == "submit" and (number := call.number) is not None:
                 value = value.listen(lambda item: self._outbox.put(packed(number, item)))
             answer = Answer(call.number or 0, pickle.dumps(value))
@@ -150,9 +142,12 @@ class Host:
             logger.error("%s failed", call.method, exc_info=answer.error)
 
 
-def _has_grammar(request: GenerateRequest) -> bool:
-    """Return whether a request has a grammar; nothing in it has been checked."""
-    return isinstance(request.sampling, SamplingParams) and bool(request.sampling.grammar)
+def _arguments(call: Call) -> tuple[Any, ...]:
+    """Return a call's arguments. Raises `RequestError` where this process cannot read them."""
+    try:
+        return tuple(pickle.loads(call.arguments))
+    except Exception as error:  # a class that only the program has, say
+        raise RequestError(call.method, error, "what it was given cannot be read in the engine's process") from error
 
 
 def main(descriptor: int) -> None:

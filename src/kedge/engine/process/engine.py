@@ -25,7 +25,7 @@ from kedge.engine.base import Engine, Quota, Tokenizer
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.process.messages import Answer, Call, Failed, Packed
 from kedge.engine.validation import require_sensible, sensible_hints
-from kedge.errors import EngineClosed, KedgeError, RequestError
+from kedge.errors import EngineClosed, KedgeError, RequestError, WrongThread
 from kedge.hints.actions import ActionOutcome
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, TokenDelta, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
@@ -105,8 +105,8 @@ class ProcessEngine(Engine):
     def submit(self, request: GenerateRequest) -> TokenStream:
         if not isinstance(request, GenerateRequest):  # all else is the engine's to check: it knows its vocabulary
             require_sensible(request)
-        stream = TokenStream(request.request_id)
-        self._ask("submit", request, stream=stream)
+        stream, has_grammar = TokenStream(request.request_id), getattr(request.sampling, "grammar", None)
+        self._ask("submit", request, stream=stream, turn_of=str(request.tenant) if has_grammar else "")
         return stream
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -158,7 +158,8 @@ class ProcessEngine(Engine):
         self._ask("clear")
 
     def close(self) -> None:
-        """Cancel what runs and end the process. Idempotent."""
+        """Cancel what runs and end the process. Idempotent. Raises `WrongThread` where a stream is listened to."""
+        self._refuse_reader()
         with self._lock:
             is_first, self._closing = not self._closing, True
         if is_first:  # a process that was stopped reads nothing
@@ -171,10 +172,11 @@ class ProcessEngine(Engine):
 
     # to the process -------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, *arguments: object, stream: TokenStream | None = None) -> Any:
-        """Call a method of the engine in its process. Returns what it returned, and raises what it raised."""
+    def _ask(self, method: str, *arguments: object, stream: TokenStream | None = None, turn_of: str = "") -> Any:
+        """Call a method of the engine there. Returns what it returned, and raises what it raised, or `WrongThread`."""
+        self._refuse_reader()
         answer, number = Future[Any](), next(self._numbers)
-        data = _pickled(method, Call(number, method, arguments))
+        data = pickle.dumps(Call(number, method, _pickled(method, arguments), turn_of))
         with self._lock:
             self._require_open()
             self._pending[number] = answer
@@ -186,10 +188,14 @@ class ProcessEngine(Engine):
 
     def _tell(self, method: str, *arguments: object) -> None:
         """Call a method of the engine that returns nothing."""
-        data = _pickled(method, Call(None, method, arguments))
+        data = pickle.dumps(Call(None, method, _pickled(method, arguments)))
         with self._lock:
             self._require_open()
         self._write(data)
+
+    def _refuse_reader(self) -> None:
+        if threading.current_thread() is self._reader:
+            raise WrongThread("engine process", self._reader.name, "what listens to a stream would wait for itself")
 
     def _require_open(self) -> None:
         if self._closing or self._over is not None:

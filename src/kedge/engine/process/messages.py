@@ -2,7 +2,6 @@
 
 import pickle
 from dataclasses import dataclass
-from typing import Any
 
 from kedge.engine.base import Item
 from kedge.errors import KedgeError
@@ -20,7 +19,10 @@ class Call:
     number: int | None
     """The number that the answer repeats; None where no answer is expected. A stream has the number of its `submit`."""
     method: str
-    arguments: tuple[Any, ...] = ()
+    arguments: bytes = b""
+    """Pickled separately, so that what cannot be read there fails only its caller."""
+    turn_of: str = ""
+    """The tenant for whose turn it waits, as to read a grammar takes up to a second; "": it waits for none."""
 
 
 @dataclass(frozen=True, slots=True)
