@@ -82,8 +82,8 @@ def is_unicode(text: str) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is an integer or a float, which may be infinite or NaN, and no bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Return whether a value is a float, which may be infinite or NaN, or an integer that a float can hold; no bool."""
+    return isinstance(value, float) or (type(value) is int and value.bit_length() < 1000)
 
 
 def parse_host(host: str) -> str | IPv4Address | IPv6Address:

@@ -61,10 +61,13 @@ IMPOSSIBLE_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "reuse": ("often", None, 5),
     "request_id": (*NO_TEXT, ""),
     "tenant": (*NO_TEXT, "", "a/b"),
-    **dict.fromkeys(("partition", "client", "workflow", "run", "agent"), NO_TEXT),
+    **dict.fromkeys(("partition", "client", "workflow", "run", "agent", "tool_mark"), NO_TEXT),
     "produces": IMPOSSIBLE_SAMPLES,
     "sampling": (None, {}, 5),
     "segments": (None, 5, [], "text", ((1, 2),), (None,)),
+    "guard": (None, {}, 5),
+    "forced": (None, 5, [1], "text", *((1, token) for token in (1.5, True, -7, MAX_COUNT + 1, HUGE))),
+    "turn": (None, *(TurnHints("s", **{key: HUGE}) for key in ("returns_in", "keep_for"))),
 }
 IMPOSSIBLE_SEGMENTS: Mapping[str, tuple[Any, ...]] = {
     "name": (*NO_TEXT, ""),
@@ -75,9 +78,9 @@ IMPOSSIBLE_SEGMENTS: Mapping[str, tuple[Any, ...]] = {
 NO_TOKENS: tuple[Any, ...] = (1.5, math.nan, True, None, "a", (1,), -1, MAX_COUNT, MAX_COUNT + 1, 2**63, HUGE)
 IMPOSSIBLE_ADVICE: tuple[Any, ...] = (
     *(None, "keep it", TurnHints(5), TurnHints("\ud800")),  # type: ignore[arg-type]
-    *(TurnHints("s", keep_for=seconds) for seconds in (math.nan, -1.0)),
+    *(TurnHints("s", keep_for=seconds) for seconds in (math.nan, -1.0, HUGE)),
     TurnHints("s", returns_in="soon"),  # type: ignore[arg-type]
-    *(TurnHints(expects=said) for said in ({"": 1.0}, {"s": -1.0}, {"s": None}, ["s"])),  # type: ignore[arg-type]
+    *(TurnHints(expects=said) for said in ({"": 1.0}, {"s": -1.0}, {"s": HUGE}, {"s": None}, ["s"])),  # type: ignore[arg-type]
     TurnHints(expects=dict.fromkeys(map(str, range(65)), 1.0)),
 )
 
@@ -141,6 +144,10 @@ def test_a_message_stays_short_whatever_the_value() -> None:
     assert len(str(refused(replace(GOOD, segments=(Segment(["a" * 10**6] * 9, "p0"),))))) < 300
 
 
+def forced(*tokens: Any) -> GenerateRequest:
+    return replace(GOOD, forced=tokens)
+
+
 def with_segment(**changes: Any) -> GenerateRequest:
     return replace(GOOD, segments=(*GOOD.segments, Segment(**{"tokens": (1,), "name": "p1", **changes})))
 
@@ -168,8 +175,13 @@ def test_a_token_is_named_with_its_place_and_the_vocabulary(part: str) -> None:
     assert isinstance(error, InvalidToken) and str(error) == expected
     require_sensible(with_segment(**{part: (1, 100)}), vocab_size=101)
     for token in NO_TOKENS:
-        error = refused(with_segment(**{part: (1, token)}), vocab_size=100)
-        assert error.key == f"segments[1].{part}" and "vocabulary of" in str(error)
+        for key, request in ((f"segments[1].{part}", with_segment(**{part: (1, token)})), ("forced", forced(1, token))):
+            error = refused(request, vocab_size=100)
+            assert error.key == key and "vocabulary of" in str(error)
+
+
+def test_no_field_of_a_request_is_left_unchecked() -> None:
+    assert GenerateRequest.__dataclass_fields__.keys() - IMPOSSIBLE_FIELDS.keys() == {"is_plain"}, "any value is true"
 
 
 def test_advice_that_cannot_be_meant_is_refused() -> None:
@@ -187,7 +199,7 @@ def test_of_a_hint_what_can_be_meant_is_kept() -> None:
     other = KEY._replace(agent="other")
     changes = {KEY: NextRun(2.0, 0.5), other: None, KEY._replace(run_id="r"): NextRun(math.inf)}
     assert sensible_hints(changes, {KEY: (1, 2), other: ()}) == (changes, {KEY: (1, 2), other: ()})
-    numbers: list[Any] = [*((steps, 1.0) for steps in (math.nan, -1.0, -math.inf, "soon", None, True)), (1.0, 2.0)]
+    numbers: list[Any] = [*((steps, 1.0) for steps in (math.nan, -1.0, -math.inf, HUGE, "soon", True)), (1.0, 2.0)]
     for run in (*(NextRun(*one) for one in numbers), NextRun(1.0, math.nan), NextRun(1.0, "likely"), (1.0, 1.0)):  # type: ignore[arg-type]
         assert sensible_hints({KEY: run}, {KEY: [1, 2]}) == ({}, {})  # type: ignore[dict-item]
     wrong = {KEY._replace(agent=5): NextRun(1.0), "key": NextRun(1.0), other: NextRun(math.nan)}

@@ -9,6 +9,7 @@ from typing import Final
 
 from kedge.checks import MAX_COUNT, brief, is_number, is_unicode, require_integer, require_sampling, require_text
 from kedge.errors import EmptyPrompt, InvalidToken, PromptTooLong, RequestError
+from kedge.guard import GuardOrders
 from kedge.hints.values import MAX_EXPECTED
 from kedge.types import (
     GenerateRequest,
@@ -25,8 +26,7 @@ from kedge.workflow.forecast import AgentKey, Changes
 from kedge.workflow.steps import NextRun
 
 _HEXADECIMAL: Final = frozenset("0123456789abcdef")
-_NAMES: Final = ("request_id", "tenant", "partition", "client", "workflow", "run", "agent")
-_MAY_NOT_BE_EMPTY: Final = ("request_id", "tenant")
+_TEXTS: Final = ("request_id", "tenant", "partition", "client", "workflow", "run", "agent", "tool_mark")
 
 
 def require_sensible(request: GenerateRequest, vocab_size: int | None = None, most: int | None = None) -> None:
@@ -37,8 +37,8 @@ def require_sensible(request: GenerateRequest, vocab_size: int | None = None, mo
     """
     if not isinstance(request, GenerateRequest):
         raise RequestError("request", brief(request), "must be a GenerateRequest")
-    for key in _NAMES:
-        require_text(key, getattr(request, key), may_be_empty=key not in _MAY_NOT_BE_EMPTY)
+    for key in _TEXTS:
+        require_text(key, getattr(request, key), may_be_empty=key not in ("request_id", "tenant"))
     if "/" in request.tenant:
         raise RequestError("tenant", brief(request.tenant), "must have no '/': `partition` names a part of its data")
     _require_sample("produces", request.produces)
@@ -50,7 +50,10 @@ def require_sensible(request: GenerateRequest, vocab_size: int | None = None, mo
             require_integer(key, getattr(request, key), 0, MAX_COUNT)
     if request.fixed is not None and type(request.fixed) is not int:
         raise RequestError("fixed", brief(request.fixed), "must be an integer or None")
+    if not isinstance(request.guard, GuardOrders):
+        raise RequestError("guard", brief(request.guard), "must be GuardOrders")
     _require_turn(request.turn)
+    _require_tokens("forced", request.forced, vocab_size)
     _require_segments(request.segments, vocab_size)
     if not any(segment.tokens for segment in request.segments):
         raise EmptyPrompt("prompt", "", "it has no tokens")

@@ -20,6 +20,7 @@ from kedge.engine.local.attention.paged import Batch
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
+from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import EngineClosed, GenerationFailed, KedgeError, WrongThread
 from kedge.reuse.runtime import Runtime
 from kedge.types import Completion, FinishReason, GenerateRequest, ReuseMode, SampleId, new_request_id
@@ -243,6 +244,19 @@ def test_trouble_with_reuse_is_the_requests_own(
             beside_neighbours(engine, victim(ReuseMode.TRANSLATE))
     done = beside_neighbours(engine, victim(ReuseMode.TRANSLATE))
     assert isinstance(done, Completion) and done.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("seams", [["answered"], ["answered", "cancelled"]], ids=len)
+def test_trouble_once_its_blocks_are_free_still_ends_its_stream(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, seams: list[str]
+) -> None:
+    for seam in seams:
+        monkeypatch.setattr(SessionCaching, seam, fails_for(lambda *_: True, FAULTS[0], print))
+    if "cancelled" not in seams:
+        assert isinstance(beside_neighbours(engine, victim()), GenerationFailed)
+    with pytest.raises(GenerationFailed):
+        engine.submit(victim()).result(PATIENCE)
+    at_rest(engine)
 
 
 @each_fault

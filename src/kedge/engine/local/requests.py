@@ -107,6 +107,7 @@ class Requests:
         segments = sequence.request.segments if sequence.plan.translates else ()
         fixed = sum(len(one.tokens) for one in takewhile(lambda one: not one.is_placeholder, segments))
         self._parts.cache.finish(sequence.key, sequence.tokens[:exact], fixed)
+        sequence.table = None  # it holds nothing any more, whatever is raised below
         if sequence.turn and sequence.finish:
             end = TurnEnd(ending(sequence.request.tool_mark, sequence.text.text, sequence.finish))
             self._parts.sessions.answered(sequence.turn, sequence.tokens[:exact], end)
@@ -119,6 +120,16 @@ class Requests:
         """End a request early: with an error, or as cancelled. Nothing of it is cached."""
         if sequence.is_over:
             return
+        try:
+            self._let_go(sequence)
+        finally:
+            if error is not None:
+                sequence.failed(error)
+            else:
+                sequence.finished(sequence.text.flush(), FinishReason.CANCELLED)
+
+    def _let_go(self, sequence: RequestSequence) -> None:
+        """Forget a request that ends early, and free what it holds."""
         self._parts.scheduler.done(sequence)
         self._parts.learning.backlog.forget(sequence)
         if sequence.turn:
@@ -132,10 +143,6 @@ class Requests:
             self._parts.cache.withdraw(sequence.key)
             if sequence.load_asked is not None:
                 self._parts.loading["stall_s"] += time.monotonic() - sequence.load_asked
-        if error is not None:
-            sequence.failed(error)
-        else:
-            sequence.finished(sequence.text.flush(), FinishReason.CANCELLED)
 
     def end_failed(self, sequence: RequestSequence, why: str) -> None:
         """End a request with `ForwardFailed`."""
