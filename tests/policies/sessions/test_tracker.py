@@ -106,6 +106,17 @@ def test_timers_of_idle_sessions_end_however_times_are_rounded(monkeypatch: pyte
         sessions.advance(since + edge)
 
 
+@pytest.mark.parametrize("capacity", [1, 50])
+def test_timers_that_are_outdated_go_before_their_time(capacity: int) -> None:
+    tracker = SessionTracker(capacity)
+    for number in range(1000):
+        turn(tracker, [number % 100], float(number), TurnEnd(returns_in=1e12))
+        assert len(tracker._timers) <= 2 * len(tracker) + 1
+    ranks = [tracker.rank(key) for key in tracker._sessions]
+    tracker.advance(1e11 + 1000)
+    assert all(tracker.rank(key) < rank for key, rank in zip(tracker._sessions, ranks, strict=True)), "they still run"
+
+
 def test_the_share_of_requests_that_sessions_come_back_with() -> None:
     tracker = SessionTracker()
     for number in range(100):

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from kedge.policies.sessions.turns import (
     MAX_SESSIONS,
@@ -349,8 +349,6 @@ class SessionTracker:
             _, ticket, session = heappop(self._timers)
             if ticket == session.ticket:
                 self._look(session, now)
-        if not self._changed:
-            return {}
         changed, self._changed = self._changed, {}
         return changed
 
@@ -389,6 +387,9 @@ class SessionTracker:
             session.rank = self._changed[session.key] = rank
 
     def _set_timer(self, session: _Session, when: float) -> None:
+        if len(self._timers) > 2 * len(self._sessions):  # each has one that is valid
+            self._timers = [timer for timer in self._timers if timer[1] == timer[2].ticket]
+            heapify(self._timers)
         self._tickets += 1
         session.ticket = self._tickets
         heappush(self._timers, (when, session.ticket, session))
