@@ -296,6 +296,21 @@ def test_a_request_may_need_the_blocks_that_another_one_has_claimed() -> None:
     assert tuple(second.response) == tuple(Stage().serve(replace(claimed, request_id="x")).response)
 
 
+def test_a_request_that_loses_its_blocks_is_neither_prepared_nor_loaded_any_more() -> None:
+    stage = taught()
+    request = prompt_of("reader", ASKED, stage.answer)
+    stage.prepare(replace(request, request_id="hint"))
+    sequence = stage.submit(request)
+    sequence.is_check, sequence.load_asked = True, sequence.arrival
+    stage.core.scheduler.schedule()
+    stalled = stage.stats("loading")["stall_s"]
+    assert sequence.preassembled and sequence.parts["load"] > 0
+    assert stage.core.requests.preempt(stage.sequence(replace(request, tenant="other")))
+    stage.rest()
+    told = sequence.receipt()
+    assert (told.preassembled, stage.stats("loading")["stall_s"]) == (0, stalled) and "load" not in told.parts_ms
+
+
 def test_without_room_it_waits_until_there_is_some() -> None:
     stage = Stage(kv_memory="20 blocks")
     running = stage.submit(prompt_of("writer", tokens(80, 200), max_tokens=40))

@@ -81,7 +81,7 @@ class Requests:
         self._parts.learning.backlog.forget(victim)
         self.release(victim)
         if victim.waits_for_first_token:
-            victim.plan = None
+            victim.plan, victim.preassembled = None, 0
             victim.sentinels.clear()
         self._requeue(victim)
         return True
@@ -333,7 +333,8 @@ class Requests:
         the prepared prompt that it has adopted. Its admission `began` then, in seconds.
         """
         parts, request = self._parts, sequence.request
-        waited = 0.0 if sequence.load_asked is None else began - sequence.load_asked
+        asked, sequence.load_asked = sequence.load_asked, None  # it may be planned again
+        waited = 0.0 if asked is None else began - asked
         parts.loading["stall_s"] += waited
         planned = matched = time.monotonic()
         if exact is None:
@@ -359,7 +360,7 @@ class Requests:
             "assemble": time.monotonic() - matched,
             "other": planned - began,
         }
-        if sequence.load_asked is not None:
+        if asked is not None:
             sequence.parts["load"] = waited
 
     def _reclaim(self, sequence: Sequence) -> bool:
