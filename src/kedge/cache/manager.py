@@ -366,8 +366,7 @@ class CacheManager:
         device, host = (pool.num_free for pool in tiers.pools)
         cached, host_cached = (tiers.tree.shares[tier].size for tier in Tier)
         loading, offloading = (len(tiers.in_flight(way)) for way in (Direction.LOAD, Direction.OFFLOAD))
-        return replace(
-            CacheStats(),
+        return CacheStats(
             **counted,
             transfers=deepcopy(tiers.ended),
             bytes_loaded=counted["blocks_loaded"] * block_bytes,

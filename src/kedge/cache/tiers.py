@@ -129,10 +129,7 @@ class Tiers:
 
     def _evict(self, tier: Tier, n: int, allowed: Allowed | None, tenant: TenantId | None = None) -> None:
         self.release(self.tree.evict(tier, n, allowed, tenant))
-        if tier is DEVICE:
-            self.counters["evictions"] += n
-        else:
-            self.counters["host_evictions"] += n
+        self.counters["evictions" if tier is DEVICE else "host_evictions"] += n
 
     def release(self, removed: Iterable[Removed]) -> None:
         """Free the blocks that left the tree."""
