@@ -367,7 +367,7 @@ class LocalEngine(Engine):
         `save` or `load` until it is closed, the engine has exclusive use of the folder. Raises `ConfigError` if another
         process uses it, and `OSError`.
         """
-        return self._state_in(Path(folder)).save()
+        return self._state_in(folder).save()
 
     def load(self, folder: str | Path) -> SavedState:
         """Replace all anchors, base KV and records of the guard by saved ones; an empty folder holds none.
@@ -376,11 +376,13 @@ class LocalEngine(Engine):
         `StateRefused`, having changed nothing, for state of another model or format; `ConfigError` if another process
         uses the folder, and `OSError`.
         """
-        return self._state_in(Path(folder)).load()
+        return self._state_in(folder).load()
 
-    def _state_in(self, folder: Path) -> EngineState:
-        """Return the engine's state in a folder; another one is given back."""
+    def _state_in(self, folder: str | Path) -> EngineState:
+        """Return the engine's state in a folder; another one is given back. Raises `EngineClosed`."""
+        folder = Path(folder).absolute()
         with self._opening:
+            self._thread.post(lambda: None)  # raises: nobody gives back what a closed engine opens
             if self._state is None or self._state.folder != folder:
                 self._give_back_state()
                 identity, spec = state_identity(self.runner, self.tokenizer, self.config.anchors), self.runner.spec

@@ -15,7 +15,7 @@ from kedge.engine.common.state.files import MANIFEST, SUFFIX, StateFolder
 from kedge.engine.common.state.saving import Snapshots
 from kedge.engine.common.state.snapshot import EngineState, SavedState
 from kedge.engine.local.engine import LocalEngine
-from kedge.errors import ConfigError, StateRefused
+from kedge.errors import ConfigError, EngineClosed, StateRefused
 from kedge.guard import DecisionKind
 from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import DecisionComparison
@@ -121,6 +121,24 @@ def test_a_file_that_vanishes_while_the_engine_runs_is_written_again(teacher: Lo
     damage(tmp_path / MANIFEST, "flipped bit")
     teacher.save(tmp_path)
     assert teacher.load(tmp_path).damaged == ()
+
+
+def test_a_folder_is_its_engines_from_wherever_it_is_named_until_that_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    with engine() as first, engine() as second:
+        for place in (tmp_path, tmp_path / "other"):
+            monkeypatch.chdir(place)
+            first.save("state")
+        second.load(tmp_path / "state")
+        with pytest.raises(ConfigError, match="another process uses"):
+            second.load("state")
+        first.close()
+        for call in (first.save, first.load):
+            with pytest.raises(EngineClosed):
+                call("state")
+        second.load("state")
 
 
 def test_saving_while_the_engine_learns(teacher: LocalEngine, tmp_path: Path) -> None:
