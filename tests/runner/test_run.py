@@ -6,9 +6,17 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.errors import MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
+from kedge.errors import EngineClosed, MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
 from kedge.runner.run import EventKind, RunEvent, run
-from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, ValueKind
+from kedge.types import (
+    GenerateRequest,
+    Namespace,
+    RequestId,
+    ReuseMode,
+    RunKey,
+    SampleId,
+    ValueKind,
+)
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.steps import UNKNOWN
@@ -245,6 +253,19 @@ def test_tool_errors(engine: Engine, tool: object, why: str, name: str) -> None:
     assert caught.value.__notes__ == ["agent a, turn 0"]
     assert len(engine.requests) == len(engine.ended) == 1
     assert run(engine, workflow, ASK, on_tool_error="text").of("a").tool_result == name
+
+
+class Gone(Engine):
+    """An echo that has ended by the time that its run does."""
+
+    def cancel(self, request_id: RequestId) -> bool:
+        raise EngineClosed("request_id", request_id, "it has ended")
+
+
+def test_the_error_of_a_run_is_told_also_where_its_engine_has_gone() -> None:
+    with Gone(says) as engine, pytest.raises(ToolError, match="on purpose"):
+        run(engine, flow(agent("a", tool=failing)), ASK)
+    assert len(engine.ended) == 1
 
 
 def test_cancelled_response_fails_the_run_and_the_engine_goes_on() -> None:

@@ -8,14 +8,17 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
 from kedge.checks import brief, is_unicode
 from kedge.engine.base import Engine, Stream
-from kedge.errors import KedgeError, MissingInput, RequestError, ToolError, WorkflowError
+from kedge.engine.common.stream import settle
+from kedge.errors import EngineClosed, KedgeError, MissingInput, RequestError, ToolError, WorkflowError
 from kedge.runner.prompts import Remembered, RunPrompts, compiled, fixed_prompts
 from kedge.types import (
     AgentId,
@@ -32,7 +35,7 @@ from kedge.types import (
     ValueKind,
 )
 from kedge.workflow.forecast import ForecastBoard, RunKey, RunProgress
-from kedge.workflow.graph import Agent, Step, Tool, Workflow
+from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.spec import tool_name
 from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.template import Value
@@ -186,8 +189,9 @@ class RunLoop:
                         self._submit_ready(pool)
             finally:
                 self.stopping.set()
-                for request_id in self.in_flight.values():
-                    self.engine.cancel(request_id)
+                with suppress(EngineClosed):  # it may be why the run ends
+                    for request_id in self.in_flight.values():
+                        self.engine.cancel(request_id)
                 self.engine.forecast(self.progress.end(time.monotonic()))
         results = tuple(self.results[step] for step in self.workflow.steps)
         return RunResult(self.key.run_id, results, (time.perf_counter() - started) * 1e3)
@@ -296,7 +300,8 @@ def call_tool(agent: Agent, answer: str, inputs: Mapping[str, str]) -> str:
     """
     assert agent.tool is not None
     box: Future[object] = Future()
-    threading.Thread(target=_settle, args=(box, agent.tool, answer, inputs), name="kedge-tool", daemon=True).start()
+    call = partial(agent.tool, answer, inputs)
+    threading.Thread(target=settle, args=(box, call), name="kedge-tool", daemon=True).start()
     key, name = f"agent {agent.id}: tool", tool_name(agent.tool)
     try:
         error = box.exception(agent.tool_seconds)
@@ -310,10 +315,3 @@ def call_tool(agent: Agent, answer: str, inputs: Mapping[str, str]) -> str:
     if not is_unicode(result):
         raise ToolError(key, name, "answered with half of a surrogate pair")
     return result
-
-
-def _settle(box: Future[object], tool: Tool, answer: str, inputs: Mapping[str, str]) -> None:
-    try:
-        box.set_result(tool(answer, inputs))
-    except BaseException as error:  # foreign code: whatever it raises, exit included, is the tool's failure
-        box.set_exception(error)

@@ -1,10 +1,12 @@
-"""What engines hand out: the stream of a request's tokens, see `kedge.engine.base.Stream`, and its text as it grows."""
+"""What threads hand to others: a request's tokens (see `kedge.engine.base.Stream`), its text as it grows, an answer."""
 
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 from kedge.engine.base import Item, Listener, Tokenizer
 from kedge.types import Completion, RequestId, TokenDelta
@@ -12,6 +14,14 @@ from kedge.types import Completion, RequestId, TokenDelta
 logger = logging.getLogger(__name__)
 Tap = Callable[[Item], Item]
 """Called with every item of a stream, on the thread that puts it; the reader gets what it returns. It never raises."""
+
+
+def settle(answer: Future[Any], question: Callable[[], object]) -> None:
+    """Answer a question. Whatever that raises, exit included, is for whoever asked."""
+    try:
+        answer.set_result(question())
+    except BaseException as error:
+        answer.set_exception(error)
 
 
 class TokenStream:

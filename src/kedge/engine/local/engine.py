@@ -26,7 +26,7 @@ from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState
-from kedge.engine.common.stream import TextStream, TokenStream
+from kedge.engine.common.stream import TextStream, TokenStream, settle
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local import build
 from kedge.engine.local.core import EngineCore
@@ -100,17 +100,15 @@ class EngineThread:
             self._commands.put(command)
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Run a question on the thread and return its answer. Raises what it raises, `EngineClosed`, or `WrongThread`
-        on that thread, where a `draw` or what listens to a stream is called.
-        """
-        if threading.get_ident() == self.number:
-            raise WrongThread("engine", threading.current_thread().name, "a call on this thread would wait for itself")
+        """Return the thread's answer to a question. Raises what it raises, `EngineClosed`, or `WrongThread` on it."""
+        self.refuse_itself()
         answer: Future[T] = Future()
-        self.post(partial(_settle, answer, question))
+        self.post(partial(settle, answer, question))
         return answer.result()
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until no work is left. Returns False if some is after `timeout` seconds."""
+        """Wait until no work is left. Returns False if some is after `timeout` seconds. Raises as `ask`."""
+        self.refuse_itself()
         waiter = threading.Event()
         self.post(partial(self._idle_waiters.append, waiter))
         return waiter.wait(timeout)
@@ -122,6 +120,11 @@ class EngineThread:
                 self._closed.set()
                 self.wake()
         self._thread.join(patience)
+
+    def refuse_itself(self) -> None:
+        """Raise `WrongThread` on the thread, where a `draw` or what listens to a stream is called."""
+        if threading.get_ident() == self.number:
+            raise WrongThread("engine", threading.current_thread().name, "a call on this thread would wait for itself")
 
     def refuse_fork(self) -> None:
         """Raise `EngineClosed` in a fork of its process: without the thread, which may have held the lock."""
@@ -192,22 +195,14 @@ class EngineThread:
         """
         ran = False
         with suppress(queue.Empty):
-            command = self._commands.get(timeout=wait) if wait != 0.0 else self._commands.get_nowait()
             while True:
+                command = self._commands.get(not ran and wait != 0.0, wait)
                 ran = True
                 try:
                     command()
                 except BaseException:
                     logger.exception("a command to the engine failed: %r", command)
-                command = self._commands.get_nowait()
         return ran
-
-
-def _settle(answer: Future[T], question: Callable[[], T]) -> None:
-    try:
-        answer.set_result(question())
-    except BaseException as error:  # the asker's, whatever it is
-        answer.set_exception(error)
 
 
 class LocalEngine(Engine):
@@ -397,7 +392,8 @@ class LocalEngine(Engine):
             state.close()
 
     def close(self) -> None:
-        """End every stream as cancelled, and the engine's thread. Idempotent."""
+        """End every stream as cancelled, and the engine's thread. Idempotent. Raises `WrongThread` on that thread."""
+        self._thread.refuse_itself()
         self._guard.checks.stop()
         self._thread.close()
         self._guard.checks.join()
