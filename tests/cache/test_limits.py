@@ -70,6 +70,14 @@ def test_what_is_being_copied_counts() -> None:
     assert on_host(world) == "aaa", "nothing of its own could go while it was being written"
 
 
+def test_without_room_for_all_of_a_copy_nothing_goes() -> None:
+    world = limited(6, host_blocks=8)
+    serve(world, "aaa")
+    world.serve("xxxxx", ns=FOREIGN)
+    serve(world, "bbbb")
+    assert (on_host(world), on_host(world, OTHER)) == ("aaa", "xxxxx")
+
+
 TEXTS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=8)
 
 

@@ -230,7 +230,8 @@ class Tiers:
             moving = (one.blocks for one in backups if one.end.namespace.tenant == tenant)
             excess = self.tree.shares[HOST].by_tenant[tenant] + sum(moving) + needed - limit
             if excess > 0:
-                self._evict(HOST, excess, lambda victim: policy(victim) <= worth, tenant)
+                short = max(excess, needed - self.pools[HOST].num_free)  # all of it is its own, or nothing goes
+                self._evict(HOST, short, lambda victim: policy(victim) <= worth, tenant)
         return self.allocate(HOST, needed, allowed=lambda victim: policy(victim) <= worth)
 
     # ends -----------------------------------------------------------------------------------------------------
