@@ -8,15 +8,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.errors import EngineClosed, MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
 from kedge.runner.run import EventKind, RunEvent, run
-from kedge.types import (
-    GenerateRequest,
-    Namespace,
-    RequestId,
-    ReuseMode,
-    RunKey,
-    SampleId,
-    ValueKind,
-)
+from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, ValueKind
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.steps import UNKNOWN
@@ -258,7 +250,7 @@ def test_tool_errors(engine: Engine, tool: object, why: str, name: str) -> None:
 class Gone(Engine):
     """An echo that has ended by the time that its run does."""
 
-    def cancel(self, request_id: RequestId) -> bool:
+    def cancel(self, request_id: object) -> bool:
         raise EngineClosed("request_id", request_id, "it has ended")
 
 

@@ -273,12 +273,10 @@ class CacheManager:
                 self._insert(held, (*full, *self._partial.padded(rest)))
             self._tree.unlock(node)
         self._end(held)
-        self.prefetcher.due = True
 
     def abort(self, request_id: RequestId) -> None:
         """End a lease; what it had not committed is freed. Raises `PlanError` without a lease."""
         self._end(self._holding(request_id))
-        self.prefetcher.due = True
 
     # the workflow ---------------------------------------------------------------------------------------------
 
@@ -479,6 +477,7 @@ class CacheManager:
         del self._held[held.lease.request_id]
         self._tree.unlock(held.node)
         self.tiers.pools[DEVICE].free(held.own)
+        self.prefetcher.due = True
 
     def _count_hit(self, node: TreeNode, copied: int) -> tuple[Span, ...]:
         """Count a hit of `node` and all above it. Returns their tokens by source, with so many more that were `copied`

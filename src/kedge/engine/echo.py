@@ -126,6 +126,8 @@ class EchoEngine(Engine):
     """
 
     tokenizer: ByteTokenizer
+    failure: BaseException | None = None
+    """The error of `fail`."""
 
     def __init__(
         self, script: Script | None = None, *, delay_s: float = 0.0, max_prompt: int = 8192, capacity: int = 65536
@@ -140,14 +142,8 @@ class EchoEngine(Engine):
         self._changed = threading.Condition()
         self._jobs: dict[RequestId, _Job] = {}
         self._closed = False
-        self._failure: BaseException | None = None
         self._worker = threading.Thread(target=self._serve, name="kedge-echo", daemon=True)
         self._worker.start()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error of `fail`."""
-        return self._failure
 
     @property
     def in_flight(self) -> frozenset[RequestId]:
@@ -204,7 +200,7 @@ class EchoEngine(Engine):
 
     def fail(self, error: BaseException) -> None:
         """End the engine as if its thread had died of `error`: what runs or waits ends, nothing new is accepted."""
-        self._failure = error
+        self.failure = error
         self.close()
 
     def _check_open(self) -> None:

@@ -83,10 +83,8 @@ def sensible_hints(
 
     Never raises: a hint is never an error.
     """
-    if not isinstance(changes, Mapping):
-        changes = {}
-    if not isinstance(prompts, Mapping):
-        prompts = {}
+    changes = changes if isinstance(changes, Mapping) else {}
+    prompts = prompts if isinstance(prompts, Mapping) else {}
     return (
         {key: next_run for key, next_run in changes.items() if _is_agent(key) and _is_run(next_run)},
         {key: tokens for key, tokens in prompts.items() if _is_agent(key) and _are_tokens(tokens)},
@@ -165,9 +163,7 @@ def _is_agent(key: object) -> bool:
 
 
 def _is_run(next_run: object) -> bool:
-    """Return whether a forecast may have this entry: 0 or more steps (infinity included), or None for an agent that
-    ended.
-    """
+    """Return whether a forecast may have this entry: 0 or more steps, infinity included, or None for one that ended."""
     if not isinstance(next_run, NextRun):
         return next_run is None
     steps, probability = next_run

@@ -52,10 +52,8 @@ class TokenStream:
     def listen(self, listener: Listener) -> None:
         """Pass everything to `listener`: what has come at once, the rest on the thread that puts it."""
         with self._handing_over:  # so that nothing overtakes what has come before
-            while not self._items.empty():
+            while not (self._is_over or self._items.empty()):
                 self._tell(listener, self._items.get())
-                if self._is_over:
-                    break
             self._listener = listener
 
     def _tell(self, listener: Listener, item: Item) -> None:

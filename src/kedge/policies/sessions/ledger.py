@@ -167,8 +167,10 @@ class SessionLedger:
             return
         self._standing.pop(key, None)
         self.tracker.end(key)
-        is_known = state is SessionState.IDLE
-        yield ActionOutcome("final", "it is forgotten", ActionResult.APPLIED) if is_known else _rejected("final")
+        if state is SessionState.IDLE:
+            yield ActionOutcome("final", "it is forgotten", ActionResult.APPLIED)
+        else:
+            yield ActionOutcome("final", UNKNOWN)
 
     def _keep(self, key: SessionKey, seconds: float, now: float) -> ActionOutcome:
         """Keep a session from now on, and after each of its answers."""
@@ -184,7 +186,7 @@ class SessionLedger:
     def _expect(self, key: SessionKey, seconds: float, now: float) -> ActionOutcome:
         state, name = self.tracker.state(key), str(key.name)
         if state is SessionState.UNKNOWN:
-            return _rejected("expects", name)
+            return ActionOutcome("expects", UNKNOWN, session=name)
         if state is SessionState.IN_FLIGHT:
             return ActionOutcome("expects", "a request of it is in flight", session=name)
         self.tracker.expect(key, now, seconds)
@@ -276,7 +278,3 @@ def _said(hints: TurnHints) -> list[str]:
         "final": (hints.is_last and bool(hints.session)) or None,
     }
     return [name for name, value in given.items() if value is not None]
-
-
-def _rejected(name: str, session: str = "") -> ActionOutcome:
-    return ActionOutcome(name, UNKNOWN, session=session)

@@ -390,6 +390,5 @@ class SessionTracker:
         if len(self._timers) > 2 * len(self._sessions):  # each has one that is valid
             self._timers = [timer for timer in self._timers if timer[1] == timer[2].ticket]
             heapify(self._timers)
-        self._tickets += 1
-        session.ticket = self._tickets
+        session.ticket = self._tickets = self._tickets + 1
         heappush(self._timers, (when, session.ticket, session))
