@@ -145,7 +145,7 @@ def test_keys_are_as_near_as_values_when_lengths_before_them_differ(estimator: s
     driver = Driver(anchors=AnchorSettings(**settings))
     for i in range(6):
         driver.serve(request(tokens(50 + i, 35 - 3 * i), tokens(80 + i, 24 - i), max_tokens=1))
-    asked = request(tokens(70, 27), tokens(90, 18), max_tokens=1)
+    asked = request(tokens(70, 27), tokens(90, 18))
     driver.serve(request(tokens(70, 27), tokens(90, 18), agent="critic", max_tokens=1))  # leaves the base KV behind
     sequence, translated = driver.serve(asked)
     assert sequence.plan.translates
