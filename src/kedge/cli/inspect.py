@@ -209,7 +209,7 @@ def advice(savings: RunSavings) -> str:
     return (
         "Where the shared text can stand first and the role last, plain prefix caching is exact and better: try that "
         "first. Translation is for prompts that have to begin with the role. It computes again the tokens that it "
-        "would get wrong, on the bundled model more than half of them; `kedge run` shows how many."
+        "would get wrong; `kedge run` shows how many."
     )
 
 

@@ -18,7 +18,6 @@ from kedge.errors import ConfigError
 from kedge.integrations import edges
 from kedge.integrations.edges import END, START, StepEdge
 from kedge.integrations.follower import Follower
-from kedge.integrations.openai_client import send_hints, with_hints
 from kedge.workflow.step_graph import StepGraph
 
 try:
@@ -28,6 +27,8 @@ try:
     from langgraph.graph.state import CompiledStateGraph
     from langgraph.pregel import Pregel
     from openai import OpenAI
+
+    from kedge.integrations.openai_client import send_hints, with_hints
 except ImportError as error:
     why = "is not installed: pip install 'kedge[langgraph]'"
     raise ConfigError("kedge.integrations.langgraph", error.name, why) from error

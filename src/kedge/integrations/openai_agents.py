@@ -13,7 +13,6 @@ from typing import Any
 from kedge.errors import ConfigError
 from kedge.integrations.edges import END, START, StepEdge
 from kedge.integrations.edges import step_graph as graph_of
-from kedge.integrations.openai_client import AsyncWorkflowRun, follower_of, set_acting
 from kedge.workflow.graph import Workflow
 from kedge.workflow.step_graph import StepGraph
 
@@ -21,6 +20,8 @@ try:
     from agents import Agent, OpenAIProvider, RunConfig
     from agents.run import CallModelData, ModelInputData
     from openai import AsyncOpenAI
+
+    from kedge.integrations.openai_client import AsyncWorkflowRun, follower_of, set_acting
 except ImportError as error:
     why = "is not installed: pip install 'kedge[openai-agents]'"
     raise ConfigError("kedge.integrations.openai_agents", error.name, why) from error

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 SHORT_TEMPLATE = 64
 """Tokens behind a moved value that are computed: to look them up among anchors would take as long"""
 WITHHELD = "the guard withholds it: with it translated, answers changed"
+UNREAD = "no base KV of this value yet"
 UNPROVED = "how near its answers would be to dense prefill is being measured before it is translated"
 UNLEARNED = "nothing is known yet of the template behind this value"
 
@@ -167,7 +168,8 @@ class Planner:
         if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
             return
         if request.guard.withholds(here.segment.name):
-            draft.misses.append(Miss(here.segment.name, UNPROVED if EVERYTHING in request.guard.withheld else WITHHELD))
+            reason = UNPROVED if EVERYTHING in request.guard.withheld else WITHHELD
+            draft.misses.append(Miss(here.segment.name, reason if self.sample(request, here) else UNREAD))
             return
         if not self.pays(here):
             if len(here) > self.short:
@@ -188,7 +190,7 @@ class Planner:
         """Draft a placeholder and the prefix segment after it. Returns whether computing them teaches something."""
         sample = self.sample(request, here)
         if sample is None:
-            draft.misses.append(Miss(here.segment.name, "no base KV of this value yet"))
+            draft.misses.append(Miss(here.segment.name, UNREAD))
             return False
         estimate, teaches = self._estimate(request, draft, here, sample)
         own = None if estimate.shareable else self._sample_of_producer(request, here)

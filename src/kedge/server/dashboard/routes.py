@@ -104,6 +104,9 @@ def look_into(
         own = engine.inspect_tenants(partial(is_owned, tenant), asked)
         if not own:
             return {}
+        seen = {"guard": own.get("guard", {}).get("agents")}
+        if "prompts" not in own:  # vLLM reports no tenant's holdings
+            return seen
         blocks = engine.inspect()["cache"] if with_totals else None
     except EngineClosed:
         return {"closed": True}
@@ -111,7 +114,7 @@ def look_into(
     cached = [
         {"workflow": one.workflow, "agent": one.agent, "fixed": len(tokens), **tiers} for (one, tokens), tiers in held
     ]
-    seen = {"cached": cached, "pools": own["pools"], "guard": own.get("guard", {}).get("agents")}
+    seen |= {"cached": cached, "pools": own["pools"]}
     if blocks is None:
         return seen
     device = {held: blocks[f"{held}_blocks"] for held in ("cached", "leased", "loading", "free")}

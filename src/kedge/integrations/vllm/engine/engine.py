@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -242,6 +242,14 @@ class VLLMEngine(Engine):
         """Return the counters of vLLM and the plug-in, which have none for single tenants, and the guard's records."""
         sampling = SamplingParams.of_model(self._driver.llm.model_config.get_diff_sampling_param())
         return {**self._call(partial(_figures, self._driver)), "guard": self._guard.stats(), "sampling": sampling}
+
+    def inspect_tenants(
+        self,
+        owns: Callable[[Namespace], bool],
+        prompts: Sequence[tuple[Namespace, Tokens]],  # noqa: ARG002
+    ) -> dict[str, object]:
+        """Return what the guard knows of some tenants' agents: vLLM reports nothing of what single ones hold."""
+        return {"guard": self._guard.stats(owns)}
 
     def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
         """Return the plug-in's report of plain requests if all of it is the given tenants'."""

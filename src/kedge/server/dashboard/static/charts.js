@@ -4,7 +4,7 @@ import { number, s } from "./dom.js";
 
 const HEIGHT = 210;
 const NARROW = 420;
-const EDGE = { left: 44, right: 4, top: 8, bottom: 22 };
+const EDGE = { left: 52, right: 4, top: 8, bottom: 22 };
 
 /** `series` as the server tells it; `sources` from bottom to top; `room` in pixels. */
 export function columns(series, sources, room) {
