@@ -9,6 +9,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,12 +66,9 @@ async def measure_team(settings: TeamSettings, model: Path, vocab: int, progress
     ours = {"anchors": anchors, **free}
     with ExitStack() as stack:
         progress("team: starting vLLM twice")
-        stock, kedge = await asyncio.gather(
-            asyncio.to_thread(VllmLane, model, room, None),
-            asyncio.to_thread(ToldLane, model, room, ours, scheduler_cls=SCHEDULER),
-        )
-        stack.enter_context(stock)
-        stack.enter_context(kedge)
+        started = stack.enter_context(ThreadPoolExecutor(1)).submit(VllmLane, model, room, None)
+        kedge = stack.enter_context(ToldLane(model, room, ours, scheduler_cls=SCHEDULER))
+        stock = stack.enter_context(started.result())
         team = _VllmTeam(settings, CopyMachine(settings.agents, settings.prefix, vocab, settings.seed))
         for number in range(settings.samples):
             progress(f"team: sample {number + 1} of {settings.samples}")

@@ -1,7 +1,5 @@
 """`kedge demo`: what it makes of two modes' answers, and what it shows and writes."""
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 

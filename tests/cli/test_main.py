@@ -1,7 +1,5 @@
 """The app: the version, errors as one clean line, and mistakes that are told before torch is imported."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -14,7 +14,7 @@ from kedge.reuse.costs import EngineCosts
 from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.layout import plan_key
 from kedge.reuse.plan import ReusePlan, Sentinel, spans_of
-from kedge.reuse.planner import SHORT_TEMPLATE, UNLEARNED, UNPROVED, WITHHELD, Planner
+from kedge.reuse.planner import SHORT_TEMPLATE, UNLEARNED, UNPROVED, UNREAD, WITHHELD, Planner
 from kedge.settings import PlannerConstants
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span, ValueKind, WorkflowId
 
@@ -160,10 +160,16 @@ def test_a_rung_computes_no_first_tokens_that_the_settings_ask_for() -> None:
     assert plan_of_x(Known([], []), GuardOrders(rung=ANCHORS), recompute_head=2).computed == [18]
 
 
-def test_a_miss_says_whether_a_value_is_withheld_or_not_proved_yet() -> None:
-    for withheld, reason in ((EVERYTHING, UNPROVED), ("answer", WITHHELD)):
-        plan = plan_unknown(Unknown(has_prefixes=True), GuardOrders(withheld=frozenset((withheld,))))
-        assert {miss.segment: miss.reason for miss in plan.misses}["answer"] == reason
+@pytest.mark.parametrize(("withheld", "is_read", "reason"), [
+    (EVERYTHING, True, UNPROVED), ("answer", True, WITHHELD), (EVERYTHING, False, UNREAD), ("answer", False, UNREAD),
+])  # fmt: skip
+def test_a_miss_says_whether_a_value_is_new_or_withheld_or_not_proved_yet(
+    withheld: str, is_read: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_read:
+        monkeypatch.setattr(Planner, "sample", lambda *_: None)
+    plan = plan_unknown(Unknown(has_prefixes=True), GuardOrders(withheld=frozenset((withheld,))))
+    assert {miss.segment: miss.reason for miss in plan.misses}["answer"] == reason
 
 
 def test_a_value_that_is_translated_with_offsets_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ Whatever a session once had in it, its next turn is answered. Parameters of othe
 name, or named in the answer as ignored.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -365,14 +365,18 @@ LOAD_ROOM = KvRoom(32_768, 2048)
 
 
 def engine_settings(model: Path, team: LoadTeam, room: KvRoom = LOAD_ROOM) -> EngineSettings:
-    """Return the settings of both engines: rows beyond the running requests are for the plug-in's lanes."""
+    """Return the settings of both engines: rows beyond the running requests are for the plug-in's lanes. On a GPU there
+    is room for the values of all teams at once, 128 KiB a token of an 8B model.
+    """
+    is_gpu = torch.cuda.is_available()
     arguments: dict[str, Any] = {
-        **(machine_arguments(model) if torch.cuda.is_available() else {}),
+        **(machine_arguments(model) if is_gpu else {}),
         "max_model_len": room.longest,
         "num_gpu_blocks_override": room.blocks,
         "max_num_seqs": ROWS,
     }
-    return EngineSettings(backend="vllm", anchors=dict(team.anchors), guard=dict(team.guard), vllm=arguments)
+    anchors = {**team.anchors, **(dict.fromkeys(("max_bytes", "max_base_bytes"), 8 << 30) if is_gpu else {})}
+    return EngineSettings(backend="vllm", anchors=anchors, guard=dict(team.guard), vllm=arguments)
 
 
 # all cases ------------------------------------------------------------------------------------------------------------

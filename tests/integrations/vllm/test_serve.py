@@ -87,10 +87,10 @@ def run(http: httpx.Client, name: str, count: int) -> list[dict[str, Any]]:
     return json.loads(event["data"])["agents"]
 
 
-def test_the_dashboard_is_served_without_engine_figures(http: httpx.Client) -> None:
+def test_the_dashboard_is_served_with_no_other_figures_of_the_engine_than_its_guards(http: httpx.Client) -> None:
     assert "Kedge" in http.get("/").text
     assert http.get("/v1/dashboard").json()["health"]["state"] == "healthy"
-    assert http.get("/v1/dashboard/engine").json() == {}
+    assert http.get("/v1/dashboard/engine").json() == {"guard": http.get("/v1/guard").json()["agents"]}
 
 
 def shaped(schema: Any) -> dict[str, Any]:

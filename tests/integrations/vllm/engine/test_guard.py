@@ -18,7 +18,7 @@ from kedge.guard import EVERYTHING, GuardMode, GuardOrders, GuardState
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.integrations.vllm.forced_answers import ForcedAnswers
 from kedge.reuse.guard.fidelity import LEAST, RUNGS
-from kedge.reuse.planner import UNPROVED, WITHHELD
+from kedge.reuse.planner import UNPROVED, UNREAD, WITHHELD
 from kedge.settings import EngineSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, new_request_id
 from tests.integrations.vllm.conftest import SCHEDULING, prompt, save_tiny_nano
@@ -152,7 +152,9 @@ def test_a_budget_is_proved_before_anything_is_translated(engine: VLLMEngine) ->
     *others, last = receipts
     before = [one for one in others if one.fidelity.rung == ""]  # once one serves, it may still cost more than it saves
     assert len(before) >= LEAST and not any(one.translated for one in others)
-    assert UNPROVED in {miss.reason for one in before for miss in one.misses}
+    assert {UNPROVED, UNREAD} & {miss.reason for one in before for miss in one.misses}
+    known, others = (engine.inspect_tenants(lambda _, own=own: own, [])["guard"]["agents"] for own in (True, False))
+    assert "b" in {one["agent"] for one in known} and not others, "a tenant sees its own"
     assert last.fidelity.rung in {rung.name for rung in RUNGS} and last.fidelity.checks >= LEAST
     assert last.fidelity.mean <= last.fidelity.bound <= 15
 

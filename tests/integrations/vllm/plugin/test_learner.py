@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kedge.guard import GuardOrders
-from kedge.integrations.vllm.plugin.learner import Learner, PlannedWrite
+from kedge.integrations.vllm.plugin.learner import MAX_CAPTURED, Learner, PlannedWrite
 from kedge.integrations.vllm.plugin.requests import Capture, TranslationQuery, TranslationWrite
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
@@ -79,6 +79,10 @@ def test_prompts_to_learn_from_take_no_more_memory_than_base_kv(learner: Learner
     assert list(learner.captured) == others[1:]
     captured(learner, replace(REQUEST, segments=(*SEGMENTS, Segment((7,) * ROOM, "p2"))))
     assert list(learner.captured) == others[1:], "what has never room takes it from none"
+    short = [SEGMENTS[0], replace(VALUE, tokens=VALUE.tokens[:5])]
+    for number in range(2 * MAX_CAPTURED):
+        captured(learner, replace(REQUEST, request_id=RequestId(f"short {number}"), segments=short))
+    assert len(learner.captured) == MAX_CAPTURED, "steps look through all of them"
 
 
 def test_while_a_write_is_planned_no_pass_is_waited_for(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """What a rank measures of a step: its pass, and nothing else; and the views of its pages that it copies."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,8 +171,7 @@ def test_a_prompt_that_cannot_be_captured_is_captured_and_ends_no_step() -> None
 def test_what_is_asked_of_a_rank_is_answered_once_its_device_has_done_all() -> None:
     """A snapshot is read by another thread, whose stream waits for none."""
     side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())
-    done = list[str]()
-    pages = SimpleNamespace(synchronize=lambda: done.append("all"))
+    done, pages = list[str](), SimpleNamespace(synchronize=lambda: done.append("all"))
     side._learner = SimpleNamespace(learned=(None, None), pages=pages)
     assert side.ask(lambda *_: tuple(done)) == ("all",)
 

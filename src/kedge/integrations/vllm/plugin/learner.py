@@ -42,6 +42,8 @@ from kedge.types import (
 
 _NO_SAMPLE = SampleId(ValueKind.INPUT, "")
 """For the beginning of a prompt, which is identified by its tokens alone"""
+MAX_CAPTURED = 8
+"""Prompts that may be kept to be learned from"""
 logger = logging.getLogger(__name__)
 
 
@@ -136,11 +138,11 @@ class Learner:
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict()
         self._harvests: BoundedDict[RequestId, None] = BoundedDict()
         """Requests that are learned from once they are captured: others leave only base KV"""
-        most = settings.anchors.max_base_bytes // pages.bytes_per_token
+        self._room = settings.anchors.max_base_bytes // pages.bytes_per_token
         self.captured = Backlog[GenerateRequest](
-            self._runtime.end_run, lambda one: not self._runtime.needs(one), lambda _: None, most
+            self._runtime.end_run, lambda one: not self._runtime.needs(one), lambda _: None, self._room
         )
-        """Prompts to be learned from, whose KV takes as much memory as base KV at most"""
+        """Prompts to be learned from: few, as steps look through them, and with as much KV as base KV at most"""
         self.is_at_rest = True
         """Whether nothing has come since nothing could be prepared or learned: then no step looks for it again"""
         self.rotation = RotationCheck(pages.rounding)
@@ -254,8 +256,9 @@ class Learner:
             self._runtime.keep_base(request, read, plan)
             is_wanted = request.request_id in self._harvests and self._runtime.may_observe(request, plan)
             self._harvests.pop(request.request_id, None)
-            if is_wanted and self.captured.has_room(size := request.prompt_tokens):
-                steps = self._runtime.observe(request, read(0, size).slice, plan)
+            size = max(request.prompt_tokens, self._room // MAX_CAPTURED)
+            if is_wanted and self.captured.has_room(size):
+                steps = self._runtime.observe(request, read(0, request.prompt_tokens).slice, plan)
                 self.captured.add(request, request.run_key, steps, size)
 
     # learning -----------------------------------------------------------------------------------------------------
