@@ -174,8 +174,11 @@ def raising(*_: object) -> None:
     raise RuntimeError("out of pinned memory")
 
 
-def test_close_does_not_wait_for_what_has_not_begun() -> None:
-    copier = PoolCopier(filled(), SIZE, throttle=1000)
+def test_close_does_not_wait_for_what_has_not_begun_and_unpins_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpinned, pools = list[int](), filled()
+    copier = PoolCopier(pools, SIZE, throttle=1000)
+    copier._cuda = True
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostUnregister=unpinned.append))
     for number in range(10):
         copier.submit(Copy(number, Direction.LOAD, (0,), (1,)))
     assert copier._thread.is_alive()
@@ -183,3 +186,4 @@ def test_close_does_not_wait_for_what_has_not_begun() -> None:
     closing.start()
     closing.join(60)
     assert not closing.is_alive() and not copier._thread.is_alive()
+    assert unpinned == [host.data_ptr() for host, _ in pools]

@@ -63,14 +63,15 @@ class PoolCopier:
         """Start the copier's thread. A block is `block_size` neighbouring slots of every pool.
 
         `throttle` is the least time in seconds that a block takes.
-        `on_copied` is called on the copier's thread whenever there is something to drain.
+        `on_copied` is called on the copier's thread whenever there is something to drain. Raises `RuntimeError` where
+        the host's memory cannot be pinned.
         """
         self._pools, self._block_size, self._throttle, self._on_copied = pools, block_size, throttle, on_copied
         self._cuda = pools[0][1].is_cuda
         self._stream = torch.cuda.Stream(pools[0][1].device) if self._cuda else None
         for host, _ in pools if self._cuda else ():  # with `pin_memory` PyTorch would take the next power of two
             if (error := torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)).value:
-                logger.warning("copies will be slow: %s bytes of the host cannot be pinned: %s", host.nbytes, error)
+                raise RuntimeError(f"{host.nbytes} bytes of the host cannot be pinned: {error}")
         block_bytes = sum(device[:, :block_size].nbytes for _, device in pools)
         self._piece = max(1, (GPU_PIECE if self._cuda else PIECE) // block_bytes)
         self._orders: dict[int, _Order] = {}
@@ -109,10 +110,11 @@ class PoolCopier:
     def close(self) -> None:
         """End the thread after the piece under way. Idempotent."""
         with self._changed:
+            is_first = not self._closed.is_set()
             self._closed.set()
             self._changed.notify()
         self._thread.join()
-        for host, _ in self._pools if self._cuda else ():
+        for host, _ in self._pools if self._cuda and is_first else ():  # an error of CUDA's fails the next launch
             torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
     def _now(self) -> torch.cuda.Event | None:

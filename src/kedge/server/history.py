@@ -153,8 +153,8 @@ class History(Watcher):
             call.at, call.changed = self._clock(), mine.version
             call.state = CallState.DONE if answer else CallState.STOPPED
             if answer:
-                told = {"finish_reason": answer.finish_reason, "answer_tokens": len(answer.tokens)}
-                call.answer = {**receipt(answer), **told}
+                outcome = {"finish_reason": answer.finish_reason, "answer_tokens": len(answer.tokens)}
+                call.answer = {**receipt(answer), **outcome}
             if answer and self.keeps_texts(tenant):
                 call.completion = answer
                 mine.trim_texts()

@@ -127,8 +127,8 @@ def _checked(data: object, *, tools: bool) -> Workflow:
 async def workflows(caller: TheCaller) -> Response:
     """List the tenant's workflows."""
     known = sorted(caller.tenant.workflows.items())
-    told = await caller.service.threads.work(lambda: [_described(one) for _, one in known])
-    return JSONAnswer({"object": "list", "data": told})
+    described = await caller.service.threads.work(lambda: [_described(one) for _, one in known])
+    return JSONAnswer({"object": "list", "data": described})
 
 
 @router.get("/v1/workflows/{name}")

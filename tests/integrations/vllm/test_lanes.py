@@ -139,11 +139,7 @@ def test_a_preempted_request_gets_its_lanes_again(engine: Driver, recorder: Reco
 
 
 def test_a_failed_write_ends_its_request_alone(
-    engine: Driver,
-    recorder: Recorder,
-    stock_answers: Answers,
-    learned: list[object],
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Driver, recorder: Recorder, stock_answers: Answers, learned: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lanes of that step are of no use, and nothing is learned from what its blocks held."""
 

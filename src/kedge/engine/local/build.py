@@ -158,8 +158,12 @@ class EngineParts:
         tiers = self.config.tiers
         if not (blocks := tiers.host_pool_size(block_bytes)):
             return None
-        pools = _allocated("engine.tiers.host_memory", tiers.host_memory, partial(host_pools, self.storage, blocks))
-        return PoolCopier(pools, self.config.block_size, ThrottledTiers(**dict(tiers)).throttle, on_copied)
+        size, throttle = self.config.block_size, ThrottledTiers(**dict(tiers)).throttle
+
+        def copier() -> PoolCopier:
+            return PoolCopier(host_pools(self.storage, blocks), size, throttle, on_copied)
+
+        return _allocated("engine.tiers.host_memory", tiers.host_memory, copier)
 
     def check_integrity(self) -> None:
         """Raise `PlanError` if a block does not have exactly one owner."""
