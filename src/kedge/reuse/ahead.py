@@ -4,19 +4,15 @@ What was decided for a segment holds: a request that claims a prompt continues i
 of a single pass. A prompt that turns out otherwise costs the time for it, and changes no answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.layout import known_segments, next_stop, plan_key
+from kedge.reuse.planner import Draft
 from kedge.types import AgentKey, GenerateRequest, ReuseMode, RunKey, SampleId, Tokens
-
-if TYPE_CHECKING:
-    from kedge.reuse.planner import Draft
 
 
 class Ended(StrEnum):

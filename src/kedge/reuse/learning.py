@@ -3,23 +3,19 @@
 An error while learning loses what would have been learned, and nothing else.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from kedge.errors import TranslationRefused
 from kedge.policies.service import StepTimes
 from kedge.reuse.costs import GRACE, LEARNING_SHARE, PATIENCE
+from kedge.reuse.layout import Placed
 from kedge.types import RunKey
-
-if TYPE_CHECKING:
-    from kedge.reuse.layout import Placed
 
 PIECE_S = 0.05
 """Seconds of a pass in an idle engine, for which a request that arrives meanwhile has to wait"""

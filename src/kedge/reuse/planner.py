@@ -1,27 +1,23 @@
 """Decides, for one request, which segments are translated and which tokens are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kedge.anchors.anchor import PlaceholderSite, PoolKey, SampleView
+from kedge.anchors.base_store import BaseStore, KnownBase
+from kedge.anchors.sites import OffsetEstimate
+from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translation
 from kedge.guard import EVERYTHING
+from kedge.kv.segment import KVSegment
+from kedge.reuse.costs import EngineCosts
 from kedge.reuse.guard.fidelity import RUNGS, Rung
 from kedge.reuse.layout import Placed, can_move, later_prefixes, layout, reads_in_place, shared_text, template_key
 from kedge.reuse.plan import CHEAPER, ReusePlan, Sentinel, spans_of
 from kedge.settings import PlannerConstants, PlannerSettings
 from kedge.types import GenerateRequest, Miss, Source, Span
-
-if TYPE_CHECKING:
-    from kedge.anchors.base_store import BaseStore, KnownBase
-    from kedge.anchors.sites import OffsetEstimate
-    from kedge.anchors.store import AnchorStore
-    from kedge.kv.segment import KVSegment
-    from kedge.reuse.costs import EngineCosts
 
 SHORT_TEMPLATE = 64
 """Tokens behind a moved value that are computed: to look them up among anchors would take as long"""

@@ -4,8 +4,6 @@ A tenant is what the server authenticated, never what a client claims. Without k
 `docs/server.md` has the file of keys.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import math
@@ -16,17 +14,15 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
 from kedge.engine.base import Quota
 from kedge.errors import ConfigError, LimitReached, NotFound, Unauthenticated
+from kedge.server.client_runs import Registered
 from kedge.settings import LimitSettings, SettingsSection
 from kedge.types import Namespace, TenantId
-
-if TYPE_CHECKING:
-    from kedge.server.client_runs import Registered
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")

@@ -6,18 +6,16 @@ model's own rotary modules are recorded meanwhile, with whatever they are called
 Their tables are combined with all known pairings of dimensions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kedge.engine.local.attention import latent as latents
 from kedge.engine.local.attention.arguments import unsupported, without_batch
@@ -26,10 +24,6 @@ from kedge.errors import UnsupportedModel
 from kedge.kv.rotary import Pairing, Rotary, Rotation, by_layer
 from kedge.kv.spec import KVSpec, LayerShape
 from kedge.kv.storage import halves
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 """By how much of their size logits may differ: rounding errors grow from layer to layer (with 32 random layers to 1e-5,

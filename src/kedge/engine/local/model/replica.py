@@ -4,23 +4,17 @@ Sizes are cut down by name, and one layer of each kind is kept. Sizes that a fam
 config with sizes that depend on each other in an unusual way may not yield a model.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kedge.engine.local.model.loading import checked_runner
 from kedge.kv.spec import KVSpec, translation_refusal
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
-
 
 logger = logging.getLogger(__name__)
 HEAD_DIM, VOCABULARY = 16, 264

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, BlockHashWithGroupId, KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
@@ -21,9 +22,6 @@ from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.policies.eviction import EvictionPolicy
 from kedge.structures.prefixes import leading_count
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class CacheGroup(NamedTuple):

@@ -3,14 +3,13 @@
 A worker's connector does not see the weights, so the model is identified by samples of their files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from kedge.engine.common.state.files import identity_of
@@ -19,10 +18,6 @@ from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
 from kedge.reuse.guard.guard import QualityGuard
 from kedge.settings import AnchorSettings
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 SAMPLES, SAMPLE_BYTES = 1024, 4096
