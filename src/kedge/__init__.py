@@ -10,8 +10,6 @@ This is the front door. What needs torch or takes time to import is loaded from 
 `import kedge` costs next to nothing.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

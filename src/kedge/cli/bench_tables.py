@@ -1,7 +1,5 @@
 """The tables of `kedge bench`, made of the same data that `--json` writes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from rich.console import Group, RenderableType

@@ -1,7 +1,5 @@
 """`kedge demo`: the main job, dense and translated side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`kedge`: the commands and what they share: the version, and errors as one clean line."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

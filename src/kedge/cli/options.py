@@ -1,7 +1,5 @@
 """Options that several commands share, each with a short placeholder, so that help fits a narrow terminal."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """What commands show and write: tables for a terminal, and results as JSON."""
 
-from __future__ import annotations
-
 import json
 import platform
 import textwrap

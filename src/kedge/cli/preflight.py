@@ -1,7 +1,5 @@
 """Checks of paths, ports and packages that need no heavy import, so that a mistake is reported at once."""
 
-from __future__ import annotations
-
 import importlib.util
 import socket
 import sys

@@ -1,7 +1,5 @@
 """What is found out about plain requests: which agent asks, and which of its prompt's text others have or will read."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Plain requests of all namespaces, completed by what was found out about them, and the forecasts of found runs."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

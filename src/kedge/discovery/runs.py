@@ -5,8 +5,6 @@ need to know that: a new run takes over the *flow* of the run that was most like
 client begins its next task. Forecasts are of flows.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

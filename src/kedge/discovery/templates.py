@@ -4,8 +4,6 @@ What all of them have at the same place is fixed text. In between are *slots*. A
 as another agent's answer, makes a slot by itself; else a slot is what differs between two stretches of fixed text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Tokens as bytes, so that they are compared and searched at the speed of memory."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Sequence
 

@@ -5,8 +5,6 @@ Hints are advisory: unknown ones and out-of-range values are ignored and counted
 field, the first rule wins.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Parsers of the values of hints, for the server and the vLLM plug-in. They raise `ValueError` for a bad value."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

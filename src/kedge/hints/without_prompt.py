@@ -1,7 +1,5 @@
 """Hints that come without a prompt (`POST /v1/hints`), and the answer to them: what becomes of each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ The planner translates a segment where that is cheaper than computing it, and th
 tenants by cost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from operator import mul
 

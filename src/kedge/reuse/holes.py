@@ -5,8 +5,6 @@ Holes are ascending, not empty, and apart: at least one position lies between tw
 prompt, for its last token is always computed. All functions are O(n log n) or better with n holes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Why prompt tokens were computed, segment by segment, where a plan gives no reason of its own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

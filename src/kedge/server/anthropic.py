@@ -1,7 +1,5 @@
 """Anthropic's Messages API: bodies are read as chats, answers are written as content blocks."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal

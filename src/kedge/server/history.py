@@ -6,8 +6,6 @@ Texts of calls are kept only where a tenant's may be. The lock of `History` guar
 the engine's streams can tell and the event loop can read.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter, defaultdict, deque

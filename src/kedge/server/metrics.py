@@ -3,8 +3,6 @@
 Names follow vLLM's, as `kedge:…`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

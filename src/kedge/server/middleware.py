@@ -1,7 +1,5 @@
 """What strangers may do: the check of `Host` headers, and bounds of connections and of heads of requests."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import resource

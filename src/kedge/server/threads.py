@@ -1,7 +1,5 @@
 """Thread pools of a server, and the path from the engine's threads to the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """Workflows over HTTP: registered ones, runs of them that the server drives, and hints without a prompt."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import uuid

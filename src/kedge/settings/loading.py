@@ -1,7 +1,5 @@
 """All sections in one class, and how it is filled: from a file, then variables, then flags."""
 
-from __future__ import annotations
-
 import os
 import tomllib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The sections of the settings, and the base of all: frozen, without unknown keys, and with bad values named."""
 
-from __future__ import annotations
-
 import math
 import re
 from enum import StrEnum

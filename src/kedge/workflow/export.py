@@ -1,7 +1,5 @@
 """Workflows and step graphs as the text of a Mermaid flowchart."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

@@ -5,8 +5,6 @@ of prompts that begin with the text they share and end with the role, and transl
 is counted with a tokenizer; the lengths of what fills the placeholders are assumptions (`ValueLengths`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

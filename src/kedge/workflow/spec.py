@@ -22,8 +22,6 @@ A file with `graph` in place of agents is a step graph without prompts, for a wo
       publisher: {after: [reviewer]}
 """
 
-from __future__ import annotations
-
 import json
 import pkgutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """Steps-to-execution in one pass over AND-sets and their alternatives (KVFlow, section 3.1)."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Agents are given in speaking order and the last one decides: it reads all answers that no other agent reads.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Workloads: questions, a team that answers them, and a score."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Tasks of real text that come with the package, by name: GSM8K, and reading paragraphs of XQuAD."""
 
-from __future__ import annotations
-
 import random
 from itertools import chain, zip_longest
 from pathlib import Path

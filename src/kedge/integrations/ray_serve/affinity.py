@@ -5,8 +5,6 @@ Pure bookkeeping over names of replicas and lengths of their queues: no clock, n
 latency only: every replica gives a call the same answer.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ serve run kedge.integrations.ray_serve.app:build model=MODEL replicas=2
 serve run deploy/ray_serve.yaml
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 

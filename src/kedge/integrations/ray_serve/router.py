@@ -4,8 +4,6 @@ RequestRouterConfig(request_router_class="kedge.integrations.ray_serve.router.Ru
                     request_router_kwargs={"spill": 4})
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ It makes the connector known by its name, so that the flag
 is all that the plug-in needs.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from contextlib import suppress

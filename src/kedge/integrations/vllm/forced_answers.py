@@ -4,8 +4,6 @@ vLLM takes log-probabilities from the model's own logits; then logits processors
 runners load the same group, each with an interface of its own: the class has both, as either refuses other classes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

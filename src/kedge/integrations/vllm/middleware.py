@@ -10,8 +10,6 @@ plug-in has found in plain traffic, without any text of a prompt. `POST /v1/hint
 work in its process (`kedge.integrations.vllm.guarded_server`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """The guard of one engine: what it orders for a request, which calls are checked, and what it learns from checks."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

@@ -5,8 +5,6 @@ which are computed anyway as no offset predicts them, are further off without ha
 only a multiple of it, in the mean of many, says that something is wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache

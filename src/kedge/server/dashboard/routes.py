@@ -5,8 +5,6 @@ what is its own, and nothing else. The page itself holds no data and is served t
 would tell of other tenants, so they are shown only where no keys are asked for and there is one tenant.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ A chat template gets the real texts, since it may trim them or cut thoughts out 
 text wherever the template puts it: a special token that is spelled out there does not end its turn.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

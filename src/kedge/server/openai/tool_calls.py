@@ -3,8 +3,6 @@
 The server's settings name the format of the model; nothing is guessed. Text that only resembles a call stays text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

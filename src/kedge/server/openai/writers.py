@@ -1,7 +1,5 @@
 """Writers of answers: what comes of a call's generations, whole or as a stream's events, in the words of a dialect."""
 
-from __future__ import annotations
-
 import codecs
 import time
 import uuid

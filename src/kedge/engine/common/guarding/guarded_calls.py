@@ -6,8 +6,6 @@ come for as long as a check takes, so that what such checks delay is at most as 
 wait until no check needs what the run shared.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

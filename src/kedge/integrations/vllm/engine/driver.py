@@ -2,8 +2,6 @@
 receipt; and messages to the plug-in. One event loop owns it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

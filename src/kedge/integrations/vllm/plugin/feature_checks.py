@@ -6,8 +6,6 @@ layers follow the model's, over the same blocks: these are read, learned and tra
 off about them makes drafts worse, and not answers.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple

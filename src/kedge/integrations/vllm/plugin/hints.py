@@ -6,8 +6,6 @@ are those of the HTTP server (`docs/server.md`); `segments` and `produces` are f
 prompts, `withheld`, `epoch` and `rung` for those with a quality guard.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence

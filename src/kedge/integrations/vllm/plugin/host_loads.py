@@ -1,7 +1,5 @@
 """When KV moves from the host to the device, on demand and before it is needed, and when it is backed up there."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter

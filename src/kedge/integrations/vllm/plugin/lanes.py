@@ -16,8 +16,6 @@ these the latest is first: the workers keep captured KV of a few prompts only, a
 dropped teaches nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

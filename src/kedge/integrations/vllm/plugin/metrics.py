@@ -1,7 +1,5 @@
 """The plug-in's counters, for vLLM's log line and its `/metrics`."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -5,8 +5,6 @@ Every request is a turn of a session. While it waits, what is cached of its sess
 session owns its blocks, those of the answer included, for as long as its return is worth that.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -7,8 +7,6 @@ own gets its agent's steps-to-execution, and the agent that is due first goes fi
 that of arrival, and what is cached first while the live contexts do not fit the cache.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

@@ -1,7 +1,5 @@
 """The plug-in's settings, from `kv_connector_extra_config`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

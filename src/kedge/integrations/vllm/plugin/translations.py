@@ -5,8 +5,6 @@ idle engine whose only worker is in the scheduler's process, in the same. Its bl
 never get a hash: lookups miss them, and they are never copied to the host.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

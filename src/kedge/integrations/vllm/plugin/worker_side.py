@@ -1,7 +1,5 @@
 """The half of the connector in vLLM's workers: it copies, translates, captures and learns, as the scheduler orders."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
