@@ -1,7 +1,5 @@
 """The vocabulary: ids, segments, requests, receipts. Everything else imports this; of Kedge the guard's words only."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re
@@ -10,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Final, NamedTuple, NewType
+from typing import Any, Final, NamedTuple, NewType, Self
 
 from kedge.guard import EVERYTHING, FidelityNote, GuardNote, GuardOrders
 
@@ -54,7 +52,7 @@ class SampleId(NamedTuple):
     """Hexadecimal digest of the tokens, for a value that a client gave: equal values are one sample."""
 
     @classmethod
-    def parse(cls, text: str) -> SampleId:
+    def parse(cls, text: str) -> Self:
         """Return the sample with this text form. Text of any other form is the name of an input."""
         found = _SAMPLE.fullmatch(text)
         if found is None:
@@ -73,7 +71,7 @@ class Namespace(NamedTuple):
     partition: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Namespace:
+    def parse(cls, text: str) -> Self:
         """Return the namespace with this text form."""
         tenant, _, partition = text.partition("/")
         return cls(TenantId(tenant), partition)

@@ -1,9 +1,8 @@
 """Sites: what one agent has observed at one placeholder of its template, and how well that predicts."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class Observation:
     @classmethod
     def measure(
         cls, base: KVSegment, real: KVSegment, base_prefix: KVSegment | None, real_prefix: KVSegment | None
-    ) -> Observation:
+    ) -> Self:
         """Measure the offsets of real KV from base KV. Raises `PlanError` where the two differ in tokens."""
         rows = rows_of(real).float()
         value = _offset(base, rows)

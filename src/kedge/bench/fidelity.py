@@ -8,8 +8,6 @@ Questions are independent: methods that learn do so from others before, and from
 side by side, but for the first few, whose times to the first token count.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -103,7 +101,7 @@ class Seen:
     """Prompt tokens: those that ran through the model, those with translated KV, and all"""
 
     @classmethod
-    def of(cls, question: int, dense: Tensor, other: Tensor, **tokens: int) -> Seen:
+    def of(cls, question: int, dense: Tensor, other: Tensor, **tokens: int) -> Self:
         """Compare the logits [rows, vocab] of one answer."""
         rows = min(len(dense), len(other))
         return cls(question, *compare_logits(dense[:rows], other[:rows]), **tokens)

@@ -5,13 +5,11 @@ The envelope is `{"protocol_version", "message_id", "actions": [{"action_id", "a
 sessions by when they return, so actions are read as statements about that.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from kedge.hints.values import MAX_EXPECTED, MAX_KEPT_SECONDS, read_number, read_seconds, read_text
 
@@ -42,7 +40,7 @@ class ActionOutcome(NamedTuple):
         return {**data, "session": self.session} if self.session else data
 
     @classmethod
-    def from_dict(cls, data: Any) -> ActionOutcome:
+    def from_dict(cls, data: Any) -> Self:
         """Return the outcome that `to_dict` gave. Raises `ValueError` for anything else."""
         if not isinstance(data, Mapping):
             raise ValueError

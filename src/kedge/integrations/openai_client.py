@@ -7,8 +7,6 @@
 name the agent around them: `with acting("planner"): …`.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -97,7 +95,7 @@ class _ClientRun(ABC, Generic[Client]):
 class WorkflowRun(_ClientRun[OpenAI]):
     """One run of a workflow, driven by a blocking client."""
 
-    def __enter__(self) -> WorkflowRun:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,12 +1,10 @@
 """Rotation of keys to a position and back, with cos and sin from the model's own rotary module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -55,7 +53,7 @@ class Rotary:
         """The square of the factor by which YaRN scales keys, 1 without it"""
         self.pairing = HALVES
 
-    def paired(self, pairing: Pairing) -> Rotary:
+    def paired(self, pairing: Pairing) -> Self:
         """Return the rotation by the same angles of other dimensions."""
         other = copy(self)
         other.pairing = pairing

@@ -1,11 +1,10 @@
 """The device tier's memory: one pool of KV slots per layer, in blocks, with keys rotated as attention reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ class SlotTable:
     """int64 [capacity], on the CPU"""
 
     @classmethod
-    def of(cls, blocks: Sequence[int], block_size: int) -> SlotTable:
+    def of(cls, blocks: Sequence[int], block_size: int) -> Self:
         """Return the slots of `blocks`, in their order."""
         starts = torch.tensor(blocks, dtype=torch.int64) * block_size
         return cls((starts[:, None] + torch.arange(block_size)).flatten())

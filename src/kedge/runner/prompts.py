@@ -3,12 +3,10 @@
 A step's request can be made before all that it reads is known. It is a hint for `Engine.prepare` then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kedge.engine.base import Tokenizer
 from kedge.guard import GuardOrders
@@ -28,7 +26,7 @@ class Remembered(NamedTuple):
     text: str = ""
 
     @classmethod
-    def of(cls, value: Value, text: str = "") -> Remembered:
+    def of(cls, value: Value, text: str = "") -> Self:
         """Return what is remembered of a value: that of one without tokens is that it is empty."""
         return cls(value if value.tokens else NOTHING, text)
 

@@ -3,8 +3,6 @@
 Errors are answered in the format of OpenAI's API: `{"error": {"message", "type", "param", "code"}}` and a status.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -13,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -323,7 +321,7 @@ class CallFailure:
     run: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> CallFailure:
+    def of(cls, error: BaseException) -> Self:
         """Return the failure of an error. That of an unexpected one has a general message: its own is for the log."""
         code: str | None = INTERNAL
         param: str | None = None
@@ -346,7 +344,7 @@ class CallFailure:
                 param = "Host" if status == 421 else None
         return cls(status, code, reason[:MAX_MESSAGE_CHARS] + "…" * (len(reason) > MAX_MESSAGE_CHARS), param)
 
-    def at(self, request: Request) -> CallFailure:
+    def at(self, request: Request) -> Self:
         """Return the failure with its call; its agent is known once the call's hints were read."""
         known = replace(self, route=f"{request.method} {request.scope['path']}")
         hints = getattr(request.state, "hints", None)

@@ -1,7 +1,5 @@
 """Workflows: agents, the dependencies between them, and the order in which they run."""
 
-from __future__ import annotations
-
 import graphlib
 import heapq
 import re
@@ -10,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import TIMEOUT_MAX
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kedge.checks import brief, is_number, require_sampling, require_text
 from kedge.decisions import MAX_PICK
@@ -170,7 +168,7 @@ class Workflow:
     def _back_edges(self) -> frozenset[tuple[str, str]]:
         return frozenset(self.loops)
 
-    def shortened(self, longest: int) -> Workflow:
+    def shortened(self, longest: int) -> Self:
         """Return the workflow with answers of at most `longest` tokens."""
         agents = (replace(one, max_tokens=min(one.max_tokens, longest)) for one in self.agents)
         return replace(self, agents=tuple(agents))

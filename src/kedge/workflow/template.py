@@ -11,13 +11,11 @@ A template is text with placeholders in braces; `{{` and `}}` stand for the brac
 | `{condition_X_history_t}`   | the same, t turns back                               |
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from kedge.errors import UnknownPlaceholder, WorkflowError
 from kedge.types import AgentId, SampleId, Segment, Tokens, ValueKind
@@ -44,7 +42,7 @@ class Placeholder:
         return f"{self.kind}_{self.of}_{f'history_{self.turns_back}' if self.turns_back else 'current'}"
 
     @classmethod
-    def parse(cls, name: str) -> Placeholder:
+    def parse(cls, name: str) -> Self:
         """Return the placeholder with this name. Raises `WorkflowError` for an invalid name."""
         if not _NAME.fullmatch(name):
             raise WorkflowError(

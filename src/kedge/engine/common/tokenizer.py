@@ -5,8 +5,6 @@ How a tokenizer treats the beginning of a text is found out when it is loaded: s
 pieces of a longer text must not get.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from bisect import bisect_left, bisect_right
@@ -14,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, Self, cast
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -92,7 +90,7 @@ class HFTokenizer:
         self._marks_after_special = after == [self._encoded(one).tokens for one in self._PROBES]
 
     @classmethod
-    def load(cls, path: Path) -> HFTokenizer:
+    def load(cls, path: Path) -> Self:
         """Return a folder's tokenizer. Raises `ModelNotFound` where there is none that can be read."""
         try:
             return cls(AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))

@@ -4,8 +4,6 @@ One thread owns the model, the cache and the anchors (`EngineCore`). Other threa
 commands and read their tokens from their streams.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os
@@ -19,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from kedge.cache import EvictionPolicy
 from kedge.engine.base import Engine, Quota
@@ -228,7 +226,7 @@ class LocalEngine(Engine):
         tokenizer: HFTokenizer,
         config: EngineSettings,
         policy: EvictionPolicy | None = None,
-    ) -> LocalEngine:
+    ) -> Self:
         """Return an engine around a model that is in memory already (random weights in benchmarks and tests).
 
         `policy` replaces that of the settings.

@@ -2,8 +2,6 @@
 batch that several of them make in one pass.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -107,7 +105,7 @@ class PreparedPrompt(ExpectedPrompt, Sequence):
     """Whether it lacks room or waits for a load."""
 
     @classmethod
-    def of(cls, key: RequestId, request: GenerateRequest) -> PreparedPrompt:
+    def of(cls, key: RequestId, request: GenerateRequest) -> Self:
         new = cls(key, request.namespace, [], request=request)
         new.learn(request)
         return new

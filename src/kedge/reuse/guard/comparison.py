@@ -1,11 +1,10 @@
 """Comparing an answer with the one to the same prompt whose KV came from elsewhere."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Self
 
 from kedge.decisions import first_decision, pick_of
 from kedge.guard import DecisionKind
@@ -49,7 +48,7 @@ class AnswerDecisions:
     """None where nothing is picked, or where it is not known"""
 
     @classmethod
-    def of(cls, answer: str, pick: str, *, is_whole: bool) -> AnswerDecisions:
+    def of(cls, answer: str, pick: str, *, is_whole: bool) -> Self:
         """Read an answer in which `pick` stands before a pick ("": unknown); picks are read in a whole answer only."""
         return cls(answer[:BEGINNING], pick_of(answer, pick) if pick and is_whole else None)
 

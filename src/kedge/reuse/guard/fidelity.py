@@ -6,12 +6,10 @@ divergence (KL, nats a token) of the answer's tokens over it. The cheapest rung 
 below the budget, with confidence, serves from then on, and goes on being compared.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from math import inf, log, sqrt
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from pydantic import BaseModel
 
@@ -285,7 +283,7 @@ class SavedProof(BaseModel):
     """Budgets, the rung that serves under each, and its calls so far"""
 
     @classmethod
-    def of(cls, agent: str, proof: Proof) -> SavedProof:
+    def of(cls, agent: str, proof: Proof) -> Self:
         """Return a proof as data."""
         rungs = {RUNGS[at].name: (seen.divergence, seen.computed) for at, seen in proof.rungs.items()}
         known = ((budget, one) for budget, one in proof.serving.items() if one.rung is not None)

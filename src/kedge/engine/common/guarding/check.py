@@ -1,10 +1,8 @@
 """A check: a call's prompt answered a second time, with its KV from elsewhere, to be compared with the first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kedge.decisions import PROSE, first_decision
 from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardOrders
@@ -71,7 +69,7 @@ class Check:
         """The run whose base KV it needs; None for a check by dense prefill alone, which needs none."""
         return self.of.run_key if any(one.reuse is ReuseMode.TRANSLATE for one in self.requests) else None
 
-    def narrowed(self) -> Check:
+    def narrowed(self) -> Self:
         """Return the check on one rung alone, the first: what is worth it while requests are served."""
         first = next((one for one in self.requests if one.reuse is ReuseMode.TRANSLATE), None)
         kept = (one for one in self.requests if one is first or one.reuse is not ReuseMode.TRANSLATE)

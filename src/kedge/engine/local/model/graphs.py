@@ -6,11 +6,10 @@ into buffers that stay, and rows that are left over repeat the last one, which w
 All are captured before the first request, which would wait for it otherwise.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -54,7 +53,7 @@ class Rows(ForwardBatch):
     """Whether rows mostly follow others of their sequence, as those of prompts do"""
 
     @classmethod
-    def of(cls, storage: PagedStorage, longest: int, attend: Attend) -> Rows:
+    def of(cls, storage: PagedStorage, longest: int, attend: Attend) -> Self:
         """Allocate buffers for the most rows, with contexts of up to `longest` tokens."""
         device, most = storage.keys.device, ROWS[-1]
         tokens, positions, slots, logits = torch.zeros(4, most, dtype=torch.int64, device=device)
@@ -62,7 +61,7 @@ class Rows(ForwardBatch):
         blocks = torch.zeros(most, -(-longest // storage.block_size), dtype=torch.int32, device=device)
         return cls(tokens, positions, slots, logits[:WITH_LOGITS], storage, lengths, owners, blocks, attend)
 
-    def first(self, count: int, *, together: bool = False) -> Rows:
+    def first(self, count: int, *, together: bool = False) -> Self:
         """Return the first rows, as views."""
         names = ("tokens", "positions", "slots", "lengths", "owners", "blocks", "logits_rows")
         return replace(self, **{name: getattr(self, name)[:count] for name in names}, together=together)

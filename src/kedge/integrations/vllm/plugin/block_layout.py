@@ -5,12 +5,10 @@ order, layer by layer, and anything that is not clear is refused with its reason
 the pages and no request has any; what was in the blocks is put back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -105,7 +103,7 @@ class Places:
     """Strides of a view of the row, from `first` on, with the same numbers, if there is one: four times as fast"""
 
     @classmethod
-    def of(cls, index: Tensor) -> Places:
+    def of(cls, index: Tensor) -> Self:
         """Return places from their index, as a strided view where that is possible."""
         first, regular = int(index[0, 0, 0]), torch.zeros_like(index)
         strides = []

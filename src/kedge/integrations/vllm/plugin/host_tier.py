@@ -4,14 +4,12 @@ Both pools find blocks by vLLM's own hashes and evict by the same policy (`StepF
 request: blocks that did not arrive are computed.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
@@ -52,7 +50,7 @@ class HostQuotas:
         """Blocks of each tenant"""
 
     @classmethod
-    def of(cls, quotas: Mapping[str, QuotaSettings], block_bytes: int, num_blocks: int) -> HostQuotas | None:
+    def of(cls, quotas: Mapping[str, QuotaSettings], block_bytes: int, num_blocks: int) -> Self | None:
         """Return the quotas in whole blocks, None where no tenant has one."""
         limits = {one: quota.host_memory // block_bytes for one, quota in quotas.items() if quota.host_memory}
         return cls(limits, num_blocks) if limits else None
