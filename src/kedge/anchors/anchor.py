@@ -124,11 +124,6 @@ class KeyReader:
         wide = torch.cat([base.keys[layer].flatten(1), base.values[layer].flatten(1)], dim=1).float()
         return Query(tokens, self._project(wide), max(1e-3, 4 * torch.finfo(base.dtype).eps))
 
-    def width(self, base: KVSegment) -> int:
-        """Return the width of a key vector for base KV of this shape."""
-        _, _, heads, dim = base.keys.shape
-        return min(self._dim, 2 * heads * dim)
-
     def _project(self, wide: Tensor) -> Tensor:
         if wide.shape[1] <= self._dim:
             return wide
