@@ -1,7 +1,5 @@
 """Running a workflow on an engine: submit what can run, pass answers on, call tools; its events and its result."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
@@ -39,6 +37,9 @@ from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.spec import tool_name
 from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.template import Value
+
+OnToolError = Literal["raise", "text"]
+"""Whether a failed tool fails the run, or its result is the name of the error's class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +278,6 @@ class RunLoop:
 def add_place(error: KedgeError, step: Step) -> None:
     """Note in an error which step it is from."""
     error.add_note(f"agent {step.agent}, turn {step.turn}")
-
-
-OnToolError = Literal["raise", "text"]
-"""Whether a failed tool fails the run, or its result is the name of the error's class."""
 
 
 def tool_result(agent: Agent, answer: str, inputs: Mapping[str, str], on_error: OnToolError) -> str:
