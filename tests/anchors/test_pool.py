@@ -16,7 +16,7 @@ def add(pool: AnchorPool, number: int, site: PlaceholderSite = SLOT, hits: int =
     keys = base.keys[1].flatten(1)
     known = pool.find(Query((number,) * 4, keys, 1e-3))
     anchor = known or Anchor(number, (number,) * 4, keys, hits)
-    pool.add(site, pool.site(site, base, PREFIX), anchor, observed)
+    pool.add(site, pool.sites.get(site) or SiteOffsets(base, PREFIX), anchor, observed)
     pool.check_integrity()
     return anchor.id
 

@@ -9,7 +9,6 @@ from kedge.anchors.anchor import Anchor, AnchorId, KeyBlock, PlaceholderSite, Qu
 from kedge.anchors.offsets import OffsetTable
 from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.errors import PlanError
-from kedge.kv.segment import KVSegment
 from kedge.structures.bounded import ENTRIES, BoundedDict
 
 WINDOW = 5
@@ -36,10 +35,6 @@ class AnchorPool:
     def block(self, ids: tuple[AnchorId, ...]) -> KeyBlock:
         """Return the key vectors of these anchors."""
         return self._blocks.use(ids, lambda: KeyBlock([self.anchors[i] for i in ids]))
-
-    def site(self, site: PlaceholderSite, base: KVSegment, prefix_tokens: int) -> SiteOffsets:
-        """Return the offsets of `site`, or empty ones that join the pool with the first `add`."""
-        return self.sites.get(site) or SiteOffsets(base, prefix_tokens)
 
     def add(self, site: PlaceholderSite, offsets: SiteOffsets, anchor: Anchor, observed: Observation) -> None:
         """Add an observation of `site` for an anchor, new or known; on an error nothing has changed.

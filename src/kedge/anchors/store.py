@@ -191,11 +191,11 @@ class AnchorStore:
             return
         observed = Observation.measure(sample.base, real_value, base_prefix, real_prefix)
         pool = self.pools.get(sample.pool) or self.empty_pool()
-        offsets = pool.site(site, sample.base, len(observed.prefix))
+        known = pool.sites.get(site)
+        offsets = known or SiteOffsets(sample.base, len(observed.prefix))
         query = self._query(sample)
         anchor = pool.find(query) or Anchor(AnchorId(next(self._ids)), query.tokens, query.keys)
         calibration = self._calibrated(pool, offsets, anchor, sample, observed)
-        known = pool.sites.get(site)
         has_room = anchor.id in pool.anchors or not pool.full
         if has_room or not (known and self._judge(pool, known, sample).shareable):
             pool.add(site, offsets, anchor, observed)
