@@ -125,7 +125,7 @@ def _retain(payload: Payload, wishes: Wishes) -> ActionOutcome:
         return OWN_ONLY
     directives = payload.get("directives")
     parts = [one for one in directives if isinstance(one, dict)] if isinstance(directives, list) else [payload]
-    wanted = [one for one in parts if _priority(one) > 0]
+    wanted = [one for one in parts if read_number(one.get("priority", one.get("value", 1))) > 0]
     if not wanted:
         return _demote({}, wishes)
     lasting = [_seconds(one, "duration", "duration_seconds", "ttl_seconds") for one in wanted]
@@ -135,10 +135,6 @@ def _retain(payload: Payload, wishes: Wishes) -> ActionOutcome:
         return SHORTENED
     is_ranked = parts != [payload] or not payload.keys().isdisjoint(("priority", "value"))
     return AS_A_WHOLE if is_ranked else KEPT
-
-
-def _priority(payload: Payload) -> float:
-    return read_number(payload.get("priority", payload.get("value", 1)))
 
 
 def _session(payload: Payload) -> str:

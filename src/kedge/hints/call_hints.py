@@ -72,10 +72,6 @@ def _milliseconds(value: Any) -> float:
     return read_seconds(value) / 1000
 
 
-def _kept_milliseconds(value: Any) -> float:
-    return read_kept(_milliseconds(value))
-
-
 def _retention(value: Any) -> float:
     """Return how long OpenAI's `prompt_cache_retention` asks to keep a prompt."""
     return read_ttl(DEFAULT_TTL if value in ("in_memory", "in-memory") else value)
@@ -117,7 +113,7 @@ BODY = (
     Rule("sglang", ("agent_hints", "workflow_id"), "workflow", read_text),
     Rule("sglang", ("agent_hints", "agent_id"), "agent", read_text),
     Rule("dynamo", ("nvext", "cache_control"), "keep_for", kept_for),
-    Rule("sglang", ("agent_hints", "cache_ttl_ms"), "keep_for", _kept_milliseconds),
+    Rule("sglang", ("agent_hints", "cache_ttl_ms"), "keep_for", lambda value: read_kept(_milliseconds(value))),
     Rule("sglang", ("agent_hints", "expected_tool_duration_ms"), "returns_in", _milliseconds),
 )
 HEADERS = (
