@@ -3,7 +3,6 @@
 An invalid value raises a `RequestError` that names key, value and what is accepted.
 """
 
-import re
 import reprlib
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
@@ -20,7 +19,6 @@ MAX_STOP_LENGTH: Final = 1024
 MAX_GRAMMAR: Final = 1 << 18
 """Characters of an answer's grammar"""
 LAST_SEED: Final = 2**63 - 1
-_HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def require_sampling(sampling: SamplingParams, least_tokens: int = 0) -> None:
@@ -93,11 +91,6 @@ def parse_host(host: str) -> str | IPv4Address | IPv6Address:
     except ValueError:
         return host.lower().removesuffix(".")
     return getattr(address, "ipv4_mapped", None) or address
-
-
-def is_host(text: str) -> bool:
-    """Return whether `text` is a host name or an address, without a port."""
-    return bool(_HOST_NAME.fullmatch(text)) or not isinstance(parse_host(text), str)
 
 
 class _Excerpt(str):

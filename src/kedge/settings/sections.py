@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kedge.checks import brief, is_host
+from kedge.checks import brief, parse_host
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.types import ReuseMode
@@ -315,7 +315,7 @@ class EngineSettings(SettingsSection):
 
 
 def _checked_host(host: str) -> str:
-    if host != "*" and not is_host(host):
+    if host != "*" and not re.fullmatch("[A-Za-z0-9_.-]+", host) and isinstance(parse_host(host), str):
         raise PydanticCustomError("host", "must be a host name or an address without a port, or *")
     return host
 
