@@ -80,10 +80,6 @@ class Draft:
             found.clear()
         self.misses += misses
 
-    def sealed(self) -> ReusePlan:
-        found = tuple(self.translations), tuple(self.misses), tuple(self.estimates)
-        return ReusePlan(spans_of(self.sources), *found, self.teaches, tuple(self.sentinels), tuple(self.moved))
-
 
 class Planner:
     """Asks, segment by segment: exact? else translatable? else computed. It changes no store.
@@ -155,7 +151,8 @@ class Planner:
             share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
             if share < self._policy.min_translated and (draft.translations or not draft.misses):
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
-        return draft.sealed()
+        found = tuple(draft.translations), tuple(draft.misses), tuple(draft.estimates)
+        return ReusePlan(spans_of(draft.sources), *found, draft.teaches, tuple(draft.sentinels), tuple(draft.moved))
 
     def _fill(self, request: GenerateRequest, draft: Draft, here: Placed) -> None:
         """Draft a placeholder. Where computing it would teach something about it, that is done, and where nothing may

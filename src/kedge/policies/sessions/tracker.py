@@ -116,17 +116,13 @@ class ReturnTimes:
         seen = own.seen if own else 0.0
         rates, expires = self._rates.get(kind, ([], 0.0))
         if seen >= expires:
-            shares = self._shares(kind)
+            shares = [PRIOR] * len(EDGES)
+            for depth in range(len(kind) + 1):
+                if survival := self._classes.get(kind[:depth]):
+                    shares = survival.shares(shares)
             rates = [best_rate(shares, start) for start in range(len(EDGES))]
             self._rates[kind] = rates, REFRESH * seen + 8
         return rates[at]
-
-    def _shares(self, kind: Kind) -> list[float]:
-        shares = [PRIOR] * len(EDGES)
-        for depth in range(len(kind) + 1):
-            if survival := self._classes.get(kind[:depth]):
-                shares = survival.shares(shares)
-        return shares
 
 
 def best_rate(shares: Sequence[float], start: int) -> float:

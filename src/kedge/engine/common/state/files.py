@@ -40,11 +40,6 @@ _DAMAGED_DISK = frozenset({errno.ENOENT, errno.EISDIR, errno.EIO, errno.EBADMSG,
 logger = logging.getLogger(__name__)
 
 
-def identity_of(parts: Mapping[str, object]) -> str:
-    """Return an identity of named parts, plain data each, so that a refusal shows which of them differ."""
-    return json.dumps(parts, sort_keys=True)
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A file of a snapshot, with the name of its content."""

@@ -5,7 +5,7 @@ it and of an engine's saved state: digests of all that KV depends on.
 import hashlib
 import json
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +42,8 @@ def load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrain
     if not any(path.glob("*.safetensors")):  # other formats can run code as they are read
         raise CorruptWeights("model", str(path), "no safetensors in it; save_pretrained of Transformers writes them")
     try:
-        with _progress_bar_for(path):
+        is_sharded = len([*path.glob("*.safetensors")]) > 1  # weights in a single file are loaded soon
+        with nullcontext() if is_sharded else without_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=dtype, attn_implementation=attention.NAME, output_loading_info=True,
                 use_safetensors=True, trust_remote_code=False,
@@ -53,11 +54,6 @@ def load(path: Path, dtype: torch.dtype | str, device: torch.device) -> PreTrain
     if missing := sorted(report["missing_keys"]):
         raise CorruptWeights("model", str(path), f"its weights lack {missing[0]} and {len(missing) - 1} more")
     return model.to(device).eval()
-
-
-def _progress_bar_for(path: Path) -> AbstractContextManager[None]:
-    """Silence the progress bar of Transformers for weights in a single file, which are loaded soon."""
-    return nullcontext() if len([*path.glob("*.safetensors")]) > 1 else without_bars()
 
 
 def require_buildable(config: PretrainedConfig) -> None:

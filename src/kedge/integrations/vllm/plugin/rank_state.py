@@ -12,7 +12,6 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
-from kedge.engine.common.state.files import identity_of
 from kedge.engine.common.state.snapshot import AskLearned, EngineState
 from kedge.errors import ConfigError
 from kedge.kv.segment import KVSegment
@@ -68,7 +67,7 @@ def identity(config: VllmConfig, anchors: AnchorSettings, like: KVSegment | None
             "rank": get_tensor_model_parallel_rank(),
             "ranks": get_tensor_model_parallel_world_size(),
         }
-    return identity_of(parts)
+    return json.dumps(parts, sort_keys=True)
 
 
 def model_digest(config: VllmConfig) -> str:
