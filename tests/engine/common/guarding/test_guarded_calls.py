@@ -348,34 +348,43 @@ class Bench:
         _, stream = self.under_way.pop(0)
         stream.put(TokenDelta("", (), answer(GOOD, finish_reason=reason)))
 
+    def finish_all(self, count: int = 1) -> None:
+        """End so many requests, after which nothing is left."""
+        for _ in range(count):
+            self.finish()
+        assert self.checks.drain(10)
+
     def finish_after(self, wait: Callable[[], None]) -> None:
         """End the next request once it has begun and `wait` has been called; return when it has been judged."""
         assert self.begun.acquire(timeout=10)
         wait()
         self.begun.release()
-        self.finish()
-        assert self.checks.drain(10)
+        self.finish_all()
 
     def end_run(self, run: str) -> None:
         self.checks.end_run(request(run=run).run_key, lambda: self.ended.append(run))
 
+    def close(self) -> None:
+        self.checks.stop()
+        while self.under_way:
+            self.finish(FinishReason.CANCELLED)
+        self.checks.join()
+
 
 @contextmanager
-def bench(max_pending: int = 4, **settings: object) -> Iterator[Bench]:
+def bench(max_pending: int = 4, busy: int = 0, **settings: object) -> Iterator[Bench]:
+    """With so many requests of clients in the engine."""
     made = Bench(**settings)
+    for _ in range(busy):
+        made.checks.arrived(ELSEWHERE)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(guarded_calls, "MAX_PENDING", max_pending)
         yield made
-    made.checks.stop()
-    while made.under_way:
-        made.finish(FinishReason.CANCELLED)
-    made.checks.join()
+    made.close()
 
 
 def test_a_busy_engine_only_within_the_budget() -> None:
-    with bench() as one:
-        one.checks.arrived(ELSEWHERE)
-        one.checks.arrived(ELSEWHERE)
+    with bench(busy=2) as one:
         one.checks.left(1000)
         one.add()
         assert not one.begun.acquire(timeout=0.1), "nothing is saved up"
@@ -385,8 +394,7 @@ def test_a_busy_engine_only_within_the_budget() -> None:
         one.add()
         assert not one.begun.acquire(timeout=0.1), "it has taken more than was there"
         one.checks.left(0)
-        one.finish()
-        assert one.checks.drain(10)
+        one.finish_all()
 
 
 def test_a_client_without_pauses_has_its_checks_carried_out_within_the_budget() -> None:
@@ -398,8 +406,7 @@ def test_a_client_without_pauses_has_its_checks_carried_out_within_the_budget() 
         one.checks.left(1)
         assert not one.begun.acquire(timeout=0.1)
         one.checks.arrived(ELSEWHERE)
-        one.finish()
-        assert one.checks.drain(10)
+        one.finish_all()
 
 
 @pytest.mark.parametrize(("took", "pause", "fails"), [(3.0, 3.0, False), (1000.0, PATIENCE, False), (3.0, 3.0, True)])
@@ -425,32 +432,27 @@ def test_a_pause_shorter_than_a_check_is_not_idle_time(
         assert not one.begun.acquire(timeout=0.1), "a client may only have paused between two calls"
         now[0] += 0.2
         one.add()
-        one.finish()
-        one.finish()
-        assert one.checks.drain(10)
+        one.finish_all(2)
 
 
 @pytest.mark.parametrize("noisy", [{"agent": "noisy"}, {"tenant": "noisy"}])
 def test_too_many_drop_the_oldest_of_whoever_has_the_most(noisy: dict[str, str]) -> None:
     """An agent of a tenant; and of tenants the one whose agents, of whatever names, have the most together."""
-    with bench(max_pending=3) as one:
-        one.checks.arrived(ELSEWHERE)
+    with bench(max_pending=3, busy=1) as one:
         rare = one.add(agent="rare")
         added = [one.add(**{"agent": f"agent-{number}", **noisy}) for number in range(20)]
         assert one.checks.dropped == 18
         one.checks.left(0)
-        for _ in range(3):
-            one.finish()
-        assert one.checks.drain(10) and one.judged == [rare, *added[-2:]]
+        one.finish_all(3)
+        assert one.judged == [rare, *added[-2:]]
 
 
 def test_where_a_rung_translates_nothing_those_of_its_kind_are_not_tried() -> None:
     """Nothing is known to start from yet: each would compute the whole prompt."""
     with bench() as one:
         check = one.add(rungs=[0, 1, 2, 3, 4, 5])
-        one.finish()
-        one.finish()
-        assert one.checks.drain(10) and one.judged == [check] and not one.under_way
+        one.finish_all(2)
+        assert one.judged == [check] and not one.under_way
 
 
 ANSWERED = TokenDelta("", (), answer(GOOD))
@@ -494,29 +496,24 @@ def test_while_requests_are_served_a_check_is_made_on_its_first_rung_alone() -> 
         one.checks.arrived(ELSEWHERE)
         one.checks.left(1)
         one.checks.arrived(ELSEWHERE)
-        one.finish()
-        one.finish()
-        assert one.checks.drain(10) and [len(done.requests) for done in one.judged] == [2]
+        one.finish_all(2)
+        assert [len(done.requests) for done in one.judged] == [2]
 
 
 def test_no_more_of_an_agent_are_wanted_than_the_budget_pays_for() -> None:
-    with bench() as one:
-        one.checks.arrived(ELSEWHERE)
+    with bench(busy=1) as one:
         for _ in range(MAX_WAITING):
             assert one.checks.wants(request(agent="noisy").workflow_agent, is_settled=False)
             one.add(agent="noisy")
         assert not one.checks.wants(request(agent="noisy").workflow_agent, is_settled=False)
         assert one.checks.wants(request(agent="rare").workflow_agent, is_settled=False)
         one.checks.left(0)
-        for _ in range(MAX_WAITING):
-            one.finish()
-        assert one.checks.drain(10) and one.checks.wants(request(agent="noisy").workflow_agent, is_settled=False)
+        one.finish_all(MAX_WAITING)
+        assert one.checks.wants(request(agent="noisy").workflow_agent, is_settled=False)
 
 
 def test_checks_of_settled_agents_let_others_go_first_and_take_a_fifth_of_the_budget() -> None:
-    with bench(budget=1e-3) as one:
-        for _ in range(4):
-            one.checks.arrived(ELSEWHERE)
+    with bench(budget=1e-3, busy=4) as one:
         one.add(settled=True)
         new = one.add()
         assert one.checks.wants(new.of.workflow_agent, is_settled=False), "those that can wait are not counted"
@@ -528,69 +525,59 @@ def test_checks_of_settled_agents_let_others_go_first_and_take_a_fifth_of_the_bu
         one.checks.left(2000 * one.checks.computed)
         assert not one.begun.acquire(timeout=0.1), "twice what the first took, of which it has a fifth"
         one.checks.left(4000 * one.checks.computed)
-        one.finish()
-        assert one.checks.drain(10) and [check.is_settled for check in one.judged] == [False, True]
+        one.finish_all()
+        assert [check.is_settled for check in one.judged] == [False, True]
 
 
 def test_the_agent_whose_checks_took_fewer_tokens_of_late_goes_first_and_its_tenant_before_that() -> None:
     """All readers of a team are proved together, and another tenant's waits behind none of many agents."""
     with bench(max_pending=8) as one:
         one.add(agent="dear")
-        one.finish()
-        assert one.checks.drain(10) and one.checks.computed
+        one.finish_all()
+        assert one.checks.computed
         one.checks.arrived(ELSEWHERE)
         waiting = [one.add(agent="dear"), one.add(agent="cheap"), one.add(agent="other", tenant="other")]
         one.checks.left(0)
-        for _ in waiting:
-            one.finish()
-        assert one.checks.drain(10) and one.judged[1:] == waiting[::-1]
+        one.finish_all(len(waiting))
+        assert one.judged[1:] == waiting[::-1]
 
 
 def test_checks_of_what_is_served_have_half_of_the_tokens_whatever_new_agents_come() -> None:
-    with bench(max_pending=64) as one:
-        one.checks.arrived(ELSEWHERE)
+    with bench(max_pending=64, busy=1) as one:
         trials = [one.add(agent=f"new-{number}") for number in range(20)]
         served = [one.add(agent="served", dense=True) for _ in range(4)]
         one.checks.left(0)
-        for _ in (*trials, *served):
-            one.finish()
-        assert one.checks.drain(10) and all(check in one.judged[:8] for check in served)
+        one.finish_all(len(trials) + len(served))
+        assert all(check in one.judged[:8] for check in served)
 
 
 def test_the_end_of_a_run_waits_for_its_trials_only() -> None:
-    with bench() as one:
-        one.checks.arrived(ELSEWHERE)
+    with bench(busy=1) as one:
         one.add("tried")
         one.add("dense", dense=True)
         for run in ("tried", "dense", "other"):
             one.end_run(run)
         assert one.ended == ["dense", "other"]
         one.checks.left(0)
-        one.finish()
-        one.finish()
-        assert one.checks.drain(10)
-        one.checks.stop()
-        one.checks.join()
+        one.finish_all(2)
+        one.close()
         assert one.ended == ["dense", "other", "tried"]
 
 
 @pytest.mark.parametrize("error", [EngineClosed("engine", None, "closed"), Overloaded("n", 1, "full"), ValueError()])
 def test_a_check_that_cannot_be_submitted_lets_its_run_end(error: Exception) -> None:
-    with bench() as one:
-        one.checks.arrived(ELSEWHERE)
+    with bench(busy=1) as one:
         one.error = error
         one.add()
         one.end_run("run")
         one.checks.left(0)
         assert one.checks.drain(10)
-        one.checks.stop()
-        one.checks.join()
+        one.close()
         assert one.ended == ["run"] and (one.checks.done, one.checks.dropped) == (0, 1)
 
 
 def test_closing_carries_out_the_ends_that_wait() -> None:
-    with bench() as one:
-        one.checks.arrived(ELSEWHERE)
+    with bench(busy=1) as one:
         one.add()
         one.end_run("run")
         one.checks.stop()
@@ -601,8 +588,7 @@ def test_closing_carries_out_the_ends_that_wait() -> None:
 
 
 def test_a_run_that_is_used_again_is_not_forgotten_by_the_end_of_the_earlier_one() -> None:
-    with bench() as one:
-        one.checks.arrived(ELSEWHERE)
+    with bench(busy=1) as one:
         one.add()
         one.add()
         one.end_run("run")
@@ -613,19 +599,17 @@ def test_a_run_that_is_used_again_is_not_forgotten_by_the_end_of_the_earlier_one
         assert one.checks.drain(10)
         one.add()
         one.end_run("run")
-        one.finish()
-        assert one.checks.drain(10)
+        one.finish_all()
         one.checks.stop()
         assert one.ended == ["run", "run"]
 
 
 def test_an_end_that_fails_does_not_end_the_thread() -> None:
-    with bench() as one:
-        one.checks.arrived(ELSEWHERE)
+    with bench(busy=1) as one:
         one.add()
         one.checks.end_run(request().run_key, lambda: 1 // 0)
         one.checks.left(0)
         one.finish()
         one.add()
-        one.finish()
-        assert one.checks.drain(10) and one.checks.done == 2
+        one.finish_all()
+        assert one.checks.done == 2
