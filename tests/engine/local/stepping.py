@@ -95,9 +95,10 @@ class Stepped:
         self.check()
         return sequence
 
-    def step(self) -> None:
-        self.core.step()
-        self.check()
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.core.step()
+            self.check()
 
     def check(self) -> None:
         """Look at the books, as after every step."""

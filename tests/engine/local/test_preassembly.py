@@ -96,8 +96,7 @@ def test_a_request_that_comes_early_takes_what_is_there(steps: int) -> None:
 
     def begin(stage: Stage, request: GenerateRequest) -> None:
         stage.core.prepare(request)
-        for _ in range(steps):
-            stage.step()
+        stage.step(steps)
 
     for reuse in (ReuseMode.TRANSLATE, ReuseMode.EXACT):
         compared(taught, lambda stage, reuse=reuse: prompt_of("reader", ASKED, stage.answer, reuse), begin)
@@ -252,8 +251,7 @@ def test_how_it_is_cancelled(end: str, reuse: ReuseMode) -> None:
     stage = Stage()
     hint = prompt_of("reader", ASKED, tokens(71, ANSWER), reuse)
     stage.core.prepare(hint)
-    for _ in range(3):
-        stage.step()
+    stage.step(3)
     stage.core.forecast({hint.agent_key: NextRun(1.0)}, {})
     assert stage.leased > 0, "it is still near"
     ENDS[end](stage.core, hint)
@@ -423,8 +421,7 @@ def test_random_hints_change_no_token(seed: int) -> None:
             case 6 if live:
                 stage.core.requests.cancel(rng.choice(live).key)
         stage.check()
-        for _ in range(rng.randrange(4)):
-            stage.step()
+        stage.step(rng.randrange(4))
     stage.rest()
     for sequence in live:
         expected = plain.serve(replace(sequence.request, request_id=f"p-{sequence.key}", reuse=ReuseMode.OFF))

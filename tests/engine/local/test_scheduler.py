@@ -63,8 +63,7 @@ def of_tenant(work: list[Work], tenant: str) -> list[Work]:
 def backlog(engine: Stepped, many: int = 64, steps: int = 6, **kind: int) -> list[RequestSequence]:
     """A neighbour's calls, of which the first ones run."""
     sequences = [engine.submit(call(seed=seed, **kind)) for seed in range(many)]
-    for _ in range(steps):
-        engine.step()
+    engine.step(steps)
     return sequences
 
 
@@ -88,8 +87,7 @@ def test_partitions_of_a_tenant_are_one_tenant() -> None:
     other = engine.submit(call(f"{NEIGHBOUR}/part", seed=99))
     first = engine.submit(call(f"{STRANGER}/a", seed=98, answer=50))
     second = engine.submit(call(f"{STRANGER}/b", seed=97))
-    for _ in range(5):
-        engine.step()
+    engine.step(5)
     assert [one.admitted for one in (other, first, second)] == [False, True, False]
 
 
@@ -220,8 +218,7 @@ def crowded(engine: Stepped, requests: list[GenerateRequest], steps: int) -> lis
     """The sequences of these calls, so many steps after the youngest was admitted."""
     sequences = [engine.submit(request) for request in requests]
     engine.until(lambda: sequences[-1].admitted)
-    for _ in range(steps):
-        engine.step()
+    engine.step(steps)
     assert engine.core.scheduler.running == sequences
     return sequences
 
@@ -658,29 +655,22 @@ def in_order(engine: Stepped) -> list[str]:
     return [one.request.request_id.split("-")[0] for one in engine.core.scheduler.waiting]
 
 
-def serve_turn(engine: Stepped, seed: int) -> None:
-    """Serve a turn of a session to its end."""
-    engine.submit(turn_of(seed))
-    engine.rest()
-
-
-def held_up(engine: Stepped) -> RequestSequence:
-    """Let a call of one block run, behind which all others wait."""
+def held_up(**settings: Any) -> Stepped:
+    """An engine that has served a turn of three sessions, where a call of one block runs and all others wait for it."""
+    engine = Stepped(**{**SMALL, **settings})
+    for seed in (1, 2, 3):
+        engine.submit(turn_of(seed))
+        engine.rest()
     running = engine.submit(turn_of(99, 8))
     engine.step()
     assert running.admitted and not running.is_over
-    return running
+    return engine
 
 
-@pytest.mark.parametrize(
-    ("settings", "order"), [(SMALL, ["3", "1"]), ({**SMALL, "kv_memory": "64 blocks"}, ["1", "3"])]
-)
+@pytest.mark.parametrize(("settings", "order"), [({}, ["3", "1"]), ({"kv_memory": "64 blocks"}, ["1", "3"])])
 def test_under_overload_alone_who_is_cached_goes_before_who_was_evicted(settings: Any, order: list[str]) -> None:
     """In a small pool the KV of session 1 made room for that of session 3."""
-    engine = Stepped(**settings)
-    for seed in (1, 2, 3):
-        serve_turn(engine, seed)
-    held_up(engine)
+    engine = held_up(**settings)
     for seed in (1, 3):
         engine.submit(turn_of(seed, TURN + 16))
     engine.core.scheduler.schedule()
@@ -691,10 +681,7 @@ def test_under_overload_alone_who_is_cached_goes_before_who_was_evicted(settings
 
 def test_who_was_evicted_is_not_passed_for_ever() -> None:
     """A session whose turns follow each other goes on while another one waits, but only so many times."""
-    engine = Stepped(**SMALL)
-    for seed in (1, 2, 3):
-        serve_turn(engine, seed)
-    held_up(engine)
+    engine = held_up()
     evicted, passed = engine.submit(turn_of(1)), 0
     while not evicted.admitted:
         cached = engine.submit(turn_of(3))
@@ -704,10 +691,7 @@ def test_who_was_evicted_is_not_passed_for_ever() -> None:
 
 
 def test_what_waits_is_protected_by_its_place_in_the_order_of_service() -> None:
-    engine = Stepped(**SMALL)
-    for seed in (1, 2, 3):
-        serve_turn(engine, seed)
-    held_up(engine)
+    engine = held_up()
     calls = {seed: engine.submit(turn_of(seed, TURN + 16)) for seed in (1, 2, 3)}
     engine.core.scheduler.schedule()
     assert in_order(engine)[-1] == "1"
@@ -725,8 +709,7 @@ def test_thirty_two_sessions_of_two_tenants_on_a_small_pool_all_end() -> None:
         tenant = STRANGER if seed % 4 == 0 else "tenant"
         request = turn_of(seed, rng.choice([40, 100, 160]), tenant, reuse)
         calls.append(engine.submit(request))
-        for _ in range(rng.randrange(4)):
-            engine.step()
+        engine.step(rng.randrange(4))
         if number % 7 == 0:
             engine.core.requests.cancel(rng.choice(calls).request.request_id)
         service = engine.core.scheduler._service
@@ -743,8 +726,7 @@ def test_every_pass_is_timed_until_its_result_is_there(monkeypatch: pytest.Monke
     monkeypatch.setattr(parts.costs, "observe_pass", lambda count, *_: seen.append((count, len(read))))
     monkeypatch.setattr(torch.Tensor, "item", lambda one: (read.append(1), item(one))[1])
     engine.submit(call(size=40))
-    for _ in range(3):
-        engine.step()
+    engine.step(3)
     assert seen == [(16, 1), (16, 2), (8, 3)]
 
 
