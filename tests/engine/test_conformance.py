@@ -6,12 +6,11 @@ from functools import partial
 import pytest
 
 from kedge.engine.echo import EchoEngine
-from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.process.engine import ProcessEngine
 from kedge.settings import ThrottledTiers
 from tests.engine.conformance import EngineConformance
-from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.conftest import at_rest, engine_of, tiny_model
 
 
 class TestEchoEngine(EngineConformance):
@@ -46,9 +45,7 @@ class TestLocalEngine(EngineConformance):
         return LocalEngine.from_runner(engine.runner, engine.tokenizer, config)
 
     def check_at_rest(self, engine: LocalEngine) -> None:
-        engine.wait_idle(self.timeout_s)
-        engine.query(EngineParts.check_integrity)
-        assert engine.inspect()["cache"]["leased_blocks"] == 0
+        at_rest(engine)
 
 
 class TestLocalEngineWithAHostTier(TestLocalEngine):

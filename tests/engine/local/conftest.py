@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kedge.engine.common.tokenizer import HFTokenizer
+from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
 from kedge.settings import EngineSettings
@@ -65,3 +66,10 @@ def engine_of(model: PreTrainedModel, **settings: object) -> LocalEngine:
     fixed = {"kv_memory": "256 blocks", "block_size": 16, "device": model.device.type, "planner": {"by_cost": False}}
     config = EngineSettings(**{"guard": {"mode": "off"}, **fixed, **settings})
     return LocalEngine.from_runner(checked_runner(model), tiny_tokenizer(), config)
+
+
+def at_rest(engine: LocalEngine) -> None:
+    """Check that nothing is left of requests that have ended."""
+    engine.wait_idle(60)
+    engine.query(EngineParts.check_integrity)
+    assert engine.inspect()["cache"]["leased_blocks"] == 0

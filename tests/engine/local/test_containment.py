@@ -24,7 +24,7 @@ from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import EngineClosed, GenerationFailed, KedgeError, WrongThread
 from kedge.reuse.runtime import Runtime
 from kedge.types import Completion, FinishReason, GenerateRequest, ReuseMode, SampleId, new_request_id
-from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.conftest import at_rest, engine_of, tiny_model
 from tests.engine.local.stepping import prompt_of
 from tests.engine.local.test_translation import tokens as seeded
 
@@ -90,13 +90,6 @@ def beside_neighbours(
     at_rest(engine)
     assert engine.submit(call()).result(PATIENCE).tokens == alone
     return ended
-
-
-def at_rest(engine: LocalEngine) -> None:
-    """Nothing is left of requests that have ended."""
-    engine.wait_idle(PATIENCE)
-    engine.query(EngineParts.check_integrity)
-    assert engine.inspect()["cache"]["leased_blocks"] == 0
 
 
 def fails_for(marked: Callable[..., bool], error: BaseException, real: Callable[..., T]) -> Callable[..., T]:

@@ -8,13 +8,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kedge.engine.local.attention.paged import Batch
-from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ForwardFailed
 from kedge.settings import TierSettings
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
-from tests.engine.local.conftest import DEVICE, FAMILIES, engine_of, tiny_model
+from tests.engine.local.conftest import DEVICE, FAMILIES, at_rest, engine_of, tiny_model
 from tests.real import NEW, RealModel
 
 
@@ -64,8 +63,7 @@ def test_every_family_continues_as_transformers_does(family: str, room: dict[str
             assert [one.tokens for one in again] == expected
         if not room:
             assert [one.receipt.exact for one in again] == [4, 69, 199], "all but the last token, also within blocks"
-        engine.wait_idle()
-        engine.query(EngineParts.check_integrity)
+        at_rest(engine)
 
 
 def test_a_failing_batch_ends_its_requests_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +81,7 @@ def test_a_failing_batch_ends_its_requests_and_no_others(monkeypatch: pytest.Mon
         with pytest.raises(ForwardFailed, match="out of memory"):
             engine.submit(request(prompt(0, 200))).result(60)
         assert engine.submit(request(prompt(1, 40))).result(60).tokens == expected
-        engine.wait_idle()
-        engine.query(EngineParts.check_integrity)
-        assert engine.inspect()["cache"]["leased_blocks"] == 0
+        at_rest(engine)
 
 
 SIZE = 16

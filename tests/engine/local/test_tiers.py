@@ -36,7 +36,7 @@ from kedge.types import (
 from kedge.workflow.forecast import AgentKey, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.steps import NextRun
-from tests.engine.local.conftest import engine_of, tiny_model, tiny_tokenizer
+from tests.engine.local.conftest import at_rest, engine_of, tiny_model, tiny_tokenizer
 from tests.engine.local.test_engine import greedy, prompt
 
 AGENTS, ROUNDS, FIXED, VARYING, OUT = 5, 3, 48, 8, 6
@@ -104,9 +104,7 @@ def engine_with(**tiers: object) -> Iterator[LocalEngine]:
 
 
 def settle(engine: LocalEngine) -> None:
-    engine.wait_idle(60)
-    engine.query(EngineParts.check_integrity)
-    assert engine.inspect()["cache"]["leased_blocks"] == 0
+    at_rest(engine)
     assert not engine._core.parts.cache._demands._waiting, "nobody waits any more, but the cache believes it"
 
 

@@ -9,7 +9,6 @@ import pytest
 from transformers import HunYuanDenseV1Config, PreTrainedModel
 
 from kedge.anchors.estimators import ESTIMATORS
-from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
 from kedge.engine.local.model.replica import random_model, small_config
@@ -17,17 +16,10 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import RequestSequence
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
-from kedge.settings import (
-    AnchorSettings,
-    DiscoveryMode,
-    DiscoverySettings,
-    PlannerConstants,
-    PlannerSettings,
-    TierSettings,
-)
+from kedge.settings import AnchorSettings, DiscoveryMode, PlannerConstants, PlannerSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, SampleId, SamplingParams, Segment, Tokens
 from tests.discovery.teams import judge, solver, words
-from tests.engine.local.conftest import DEVICE, engine_of, tiny_model
+from tests.engine.local.conftest import DEVICE, at_rest, engine_of, tiny_model
 from tests.engine.local.stepping import OPEN, Stepped
 from tests.engine.local.test_engine import greedy
 from tests.engine.local.test_engine import prompt as tokens
@@ -219,8 +211,7 @@ def test_a_crowd_reads_questions_in_a_small_pool(seed: int) -> None:
             if at % 8 == 6:
                 engine.cancel(asked.request_id)
         done = [stream.result(60) for stream in streams]
-        engine.wait_idle()
-        engine.query(EngineParts.check_integrity)
+        at_rest(engine)
         assert any(one.receipt.translated for one in done)
         exact_ones = [one for one in done if one.request_id in expected]
         assert [one.tokens for one in exact_ones] == [expected[one.request_id] for one in exact_ones]
@@ -294,7 +285,7 @@ VOCABULARY, ANSWER = 256, 24
 
 def discovering(mode: DiscoveryMode) -> LocalEngine:
     anchors, planner = AnchorSettings(**{**OPEN, "min_anchors": 2}), PlannerSettings(by_cost=False)
-    return engine_of(tiny_model("llama"), anchors=anchors, planner=planner, discovery=DiscoverySettings(mode=mode))
+    return engine_of(tiny_model("llama"), anchors=anchors, planner=planner, discovery={"mode": mode})
 
 
 def plain(tokens: Tokens, tenant: str = "default") -> GenerateRequest:
@@ -334,7 +325,6 @@ def test_teams_at_once_with_aborts_are_served_and_nothing_is_lost(clients: int) 
         with ThreadPoolExecutor(clients) as pool:
             answered = list(pool.map(client, range(2 * clients)))
         assert all(one == 2 * ANSWER for number, one in enumerate(answered) if number % 5 != 4)
-        found.wait_idle()
-        found.query(lambda parts: parts.check_integrity())
+        at_rest(found)
         figures: Any = found.inspect()["discovery"]
         assert figures["failures"] == 0
