@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -289,24 +289,31 @@ class Kill:
         return False
 
 
+def broken_off(folder: Path, monkeypatch: pytest.MonkeyPatch, identity: str) -> Iterator[tuple[Path, list[Entry]]]:
+    """Folders with somebody's snapshot, over which ours breaks off before its n-th operation, until one is whole."""
+    kill = Kill(monkeypatch)
+    for before in range(1, 100):
+        path = folder / str(before)
+        entries = saved(path, OLD, identity)
+        opened = StateFolder(path, OURS)
+        died = kill.dies(before, partial(save, opened, NEW))
+        opened.close()
+        yield path, entries
+        if not died:
+            return
+
+
 def test_wherever_a_snapshot_breaks_off_the_old_or_the_new_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill, seen = Kill(monkeypatch), []
-    for before in range(1, 100):
-        path = tmp_path / str(before)
-        saved(path, OLD)
-        folder = StateFolder(path, OURS)
-        died = kill.dies(before, partial(save, folder, NEW))
-        folder.close()
+    seen = []
+    for path, _ in broken_off(tmp_path, monkeypatch, OURS):
         values, damages = loaded(path)
         assert not damages
         seen.append(values)
         (path / f"left over{PARTIAL}").touch()
         saved(path, NEW)
         assert names(path) == {"lock", MANIFEST, *(file.name for file in files_of(path).values())}, "nothing is left"
-        if not died:
-            break
     assert seen[0] == OLD and seen[-1] == NEW and len(seen) > 10
     assert all(values in (OLD, NEW) for values in seen)
 
@@ -314,17 +321,10 @@ def test_wherever_a_snapshot_breaks_off_the_old_or_the_new_one_is_whole(
 def test_wherever_a_move_of_anothers_state_breaks_off_nothing_of_it_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kill = Kill(monkeypatch)
-    for before in range(1, 100):
-        path = tmp_path / str(before)
-        theirs = {entry.file for entry in saved(path, OLD, identity=THEIRS)}
-        folder = StateFolder(path, OURS)
-        died = kill.dies(before, partial(save, folder, NEW))
-        folder.close()
+    for path, entries in broken_off(tmp_path, monkeypatch, THEIRS):
+        theirs = {entry.file for entry in entries}
         assert {file.name for file in path.rglob(f"*{SUFFIX}")} >= theirs
         saved(path, NEW)
         assert loaded(path) == (NEW, [])
         assert {file.name for file in path.glob(f"refused-*/*{SUFFIX}")} == theirs
-        if not died:
-            break
-    assert before > 5
+    assert int(path.name) > 5
