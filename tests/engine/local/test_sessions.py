@@ -16,13 +16,6 @@ from kedge.types import AgentKey, FinishReason, Namespace, Tokens
 from tests.engine.local.test_engine import prompt, request
 from tests.engine.local.test_tiers import AMPLE, engine_with, expected
 
-SYSTEM = prompt(5000, 16)
-
-
-def grown(tokens: Tokens, answer: Tokens, by: int, seed: int) -> Tokens:
-    """The next prompt of a session: all before, its answer, and what a tool said."""
-    return (*tokens, *answer, *prompt(seed, by))
-
 
 class Replay:
     """A cache and its sessions on a virtual clock; blocks have one token."""
@@ -76,7 +69,7 @@ def test_hashes_that_collide_mix_up_sessions_and_no_answers(monkeypatch: pytest.
                 done = stream.result(60)
                 assert done.tokens == expected(texts[key], 4)
                 assert done.receipt.exact <= len(texts[key]), "equal prompts of two tenants share nothing"
-            texts = {key: grown(tokens, asked[key].result(60).tokens, 8, 5) for key, tokens in texts.items()}
+            texts = {key: (*tokens, *asked[key].result(60).tokens, *prompt(5, 8)) for key, tokens in texts.items()}
 
 
 def test_a_cache_follows_the_guard() -> None:

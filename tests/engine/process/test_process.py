@@ -23,16 +23,7 @@ from kedge.engine.process.engine import ProcessEngine
 from kedge.engine.process.messages import portable
 from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, Overloaded, RequestError, WrongThread
 from kedge.settings import EngineSettings
-from kedge.types import (
-    FinishReason,
-    GenerateRequest,
-    Namespace,
-    ReuseMode,
-    RunKey,
-    SamplingParams,
-    is_owned,
-    new_request_id,
-)
+from kedge.types import FinishReason, GenerateRequest, Namespace, ReuseMode, RunKey, SamplingParams, is_owned
 from tests.engine.conformance import EngineConformance, fresh_text
 from tests.engine.local.conftest import engine_of, tiny_model
 
@@ -167,7 +158,7 @@ def test_grammars_of_a_tenant_hold_up_no_others(tmp_path: Path) -> None:
         read = replace(plain, sampling=replace(plain.sampling, grammar='start: "x"'), tenant="a")
         waiting = [
             pool.submit(lambda one=one: engine.submit(one).result(SECONDS))
-            for one in (replace(read, request_id=new_request_id()) for _ in range(50))
+            for one in (replace(read, request_id=f"read-{at}") for at in range(50))
         ]
         refused, _ = wait(waiting, SECONDS, return_when=FIRST_COMPLETED)
         assert {type(one.exception()) for one in refused} == {Overloaded}, "what waits is bounded"

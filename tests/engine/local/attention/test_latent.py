@@ -197,12 +197,12 @@ def of_another_kind(layer: Any) -> None:
     layer.kv_b_proj.__class__ = Other
 
 
-def with_changed_values(layer: Any) -> None:
+def with_changed_values(layer: Any, change: Callable[[Tensor], Tensor] = Tensor.tanh) -> None:
     expand = layer.expand_kv
 
     def changed(*args: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = expand(*args)
-        return keys, values.tanh()
+        return keys, change(values)
 
     layer.expand_kv = changed
 
@@ -230,14 +230,7 @@ def test_a_latent_that_saves_little_or_has_no_halves_is_not_kept(rank: int) -> N
 def test_a_latent_with_which_results_are_wrong_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
     """Values that change with the number of tokens are seen by the comparison of prompts only."""
     one = model_of("DeepSeek-V3 and Kimi K2, MLA")
-    layer = one.model.layers[1].self_attn
-    expand = layer.expand_kv
-
-    def changed(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = expand(latent, rotated)
-        return keys, values * (1 if latent.shape[2] < 8 else 3)
-
-    layer.expand_kv = changed
+    with_changed_values(one.model.layers[1].self_attn, lambda values: values * (1 if values.shape[2] < 8 else 3))
     assert checked_runner(one).spec.latent == 0
     assert "keys and values of all heads are kept" in caplog.text
     assert not any(map(latent_of, one.modules()))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from kedge.anchors.estimators import ESTIMATORS
 from kedge.anchors.translator import in_chunks, in_one_pass, translate_into
@@ -127,14 +127,9 @@ ON_PUSH = {
 """One of each kind of attention, rotation and cache"""
 
 
-def config_of(name: str, **changes: Any) -> PretrainedConfig:
-    """The config of a small model."""
-    model_type, values = ARCHITECTURES[name]
-    return AutoConfig.for_model(model_type, **{**SHAPE, **values, **changes})
-
-
 def model_of(name: str, **changes: Any) -> PreTrainedModel:
-    return random_model(config_of(name, **changes))
+    model_type, values = ARCHITECTURES[name]
+    return random_model(AutoConfig.for_model(model_type, **{**SHAPE, **values, **changes}))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
