@@ -11,23 +11,12 @@ from kedge.discovery import Discovery, PlainRequests, Served, plain_requests
 from kedge.discovery.bounds import MAX_OF_ONE
 from kedge.discovery.report import COMMON_TEXT, EARLY_VALUE, OTHERS, ROLE_FIRST, find_waste
 from kedge.settings import DiscoveryMode, DiscoverySettings
-from kedge.types import (
-    AgentId,
-    GenerateRequest,
-    RequestId,
-    ReuseMode,
-    Segment,
-    TenantId,
-    Tokens,
-    WorkflowId,
-    is_owned,
-    new_request_id,
-)
+from kedge.types import GenerateRequest, ReuseMode, Segment, Tokens, is_owned, new_request_id
 from tests.discovery.teams import judge, solver, words
 
 
 def plain(tokens: Tokens, tenant: str = "default") -> GenerateRequest:
-    return GenerateRequest((Segment(tokens, "p0"),), tenant=TenantId(tenant), is_plain=True)
+    return GenerateRequest((Segment(tokens, "p0"),), tenant=tenant, is_plain=True)
 
 
 def run(requests: PlainRequests, number: int, tenant: str = "default") -> tuple[GenerateRequest, GenerateRequest]:
@@ -88,7 +77,7 @@ def test_what_could_be_saved_is_counted_without_being_used() -> None:
 
 def test_what_a_client_says_stays() -> None:
     requests = learned(DiscoveryMode.TRANSLATE)
-    given = replace(plain(solver(words("q", 60))), agent=AgentId("mine"), workflow=WorkflowId("own"), fixed=3)
+    given = replace(plain(solver(words("q", 60))), agent="mine", workflow="own", fixed=3)
     served = requests.arrived(given)
     assert (served.agent, served.workflow, served.fixed) == ("mine", "own", 3)
     assert [one.is_placeholder for one in served.segments] == [False, True, False]
@@ -104,7 +93,7 @@ def test_what_was_saved_and_why_other_text_was_not_is_reported() -> None:
         letter = chr(ord("a") + number % 20)
         reasons = (f"only {number}% of the prompt could be translated", f"reason {letter}")
         requests.ended(request.namespace, request.request_id, (), Served(16, number % 2, reasons))
-    requests.ended(request.namespace, RequestId("unknown"), (), Served(1000, 1000))
+    requests.ended(request.namespace, "unknown", (), Served(1000, 1000))
     report: Any = requests.report()
     assert (report["exact_tokens"], report["translated_tokens"]) == (40 * 16, 20)
     assert requests.totals.exact_tokens == 40 * 16
@@ -160,9 +149,7 @@ def test_what_a_tenant_sees_does_not_depend_on_what_another_sends(mode: Discover
         seen = [run(requests, number, tenant="prober") for requests in (after, alone)]
         ours, theirs = ([replace(one, request_id=new_request_id(), produces=None) for one in pair] for pair in seen)
         assert [anonymous(one) for one in ours] == [anonymous(one) for one in theirs]
-    reports = [
-        requests.report(lambda namespace: is_owned(TenantId("prober"), namespace)) for requests in (after, alone)
-    ]
+    reports = [requests.report(lambda namespace: is_owned("prober", namespace)) for requests in (after, alone)]
     assert reports[0] == reports[1]
 
 
@@ -175,8 +162,8 @@ def anonymous(request: GenerateRequest) -> tuple[object, ...]:
 def found_in(prompt: Callable[[int], Tokens], count: int = 12) -> list[dict[str, Any]]:
     discovery = Discovery()
     for number in range(count):
-        discovery.arrive(RequestId(f"{number}"), prompt(number), float(number))
-        discovery.ended(RequestId(f"{number}"), (), number + 0.5)
+        discovery.arrive(f"{number}", prompt(number), float(number))
+        discovery.ended(f"{number}", (), number + 0.5)
     return find_waste(list(discovery.agents.values()))
 
 
@@ -230,7 +217,7 @@ def test_a_report_has_what_was_found_of_one_tenant_and_no_text() -> None:
     for tenant in ("a", "b"):
         for number in range(4):
             run(requests, number, tenant)
-    whole, own = requests.report(), requests.report(lambda namespace: is_owned(TenantId("a"), namespace))
+    whole, own = requests.report(), requests.report(lambda namespace: is_owned("a", namespace))
     assert (whole["requests"], own["requests"]) == (16, 8)
     assert len(whole["agents"]) == 4 and len(own["agents"]) == 2  # type: ignore[arg-type]
     assert (own["mode"], own["known_agents"]) == ("observe", 4)

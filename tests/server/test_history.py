@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,55 +14,37 @@ from kedge.server import history as history_module
 from kedge.server.history import REMEMBERED, History, text_of
 from kedge.server.http import CallFailure
 from kedge.structures.bounded import ENTRIES
-from kedge.types import (
-    AgentId,
-    ClientId,
-    Completion,
-    FinishReason,
-    GenerateRequest,
-    Miss,
-    Namespace,
-    Receipt,
-    RequestId,
-    ReuseMode,
-    RunId,
-    Segment,
-    Source,
-    Span,
-    TenantId,
-    WorkflowId,
-)
+from kedge.types import Completion, FinishReason, GenerateRequest, Miss, Namespace, Receipt, Segment
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
+from tests import completions
 from tests.engine.conformance import EngineConformance
 
-ACME, OTHER = TenantId("acme"), TenantId("other")
+ACME, OTHER = "acme", "other"
 
 
 def request(
-    number: int, agent: str = "solver", run: str = "", tenant: TenantId = ACME, fixed: int | None = None
+    number: int, agent: str = "solver", run: str = "", tenant: str = ACME, fixed: int | None = None
 ) -> GenerateRequest:
     return GenerateRequest(
         segments=(Segment((1, 2, 3), "p0"), Segment((4, 5), "p1")),
-        request_id=RequestId(f"{tenant}{number}"),
+        request_id=f"{tenant}{number}",
         tenant=tenant,
-        client=ClientId("c"),
-        workflow=WorkflowId("flow"),
-        run=RunId(run),
-        agent=AgentId(agent),
+        client="c",
+        workflow="flow",
+        run=run,
+        agent=agent,
         fixed=fixed,
     )
 
 
 def receipt(computed: int, device: int = 0) -> Receipt:
-    spans = (Span(0, device, Source.DEVICE), Span(device, device + computed, Source.COMPUTED))
-    return Receipt(
-        RequestId("x"), ReuseMode.TRANSLATE, tuple(span for span in spans if span), (Miss("p1", "not in the cache"),)
-    )
+    found = completions.completion(exact=device, computed=computed).receipt
+    return replace(found, misses=(Miss("p1", "not in the cache"),))
 
 
 def completion(said: Receipt, ttft_ms: float = 10.0, end: FinishReason = FinishReason.STOP) -> Completion:
-    return Completion(RequestId("x"), "a", (7,), end, said, ttft_ms, 2 * ttft_ms)
+    return Completion("x", "a", (7,), end, said, ttft_ms, 2 * ttft_ms)
 
 
 def answer(history: History, asked: GenerateRequest, said: Receipt, ttft_ms: float = 10.0) -> None:
@@ -122,7 +105,7 @@ def test_nothing_grows() -> None:
     history = History()
     for number in range(ENTRIES + 9):
         answer(history, request(number, f"a{number}", run=f"r{number}", fixed=3), receipt(computed=1))
-        history.forecast({AgentKey(Namespace(ACME), "c", RunId("r"), AgentId(f"expected{number}")): NextRun(1)})
+        history.forecast({AgentKey(Namespace(ACME), "c", "r", f"expected{number}"): NextRun(1)})
         history.failed(ACME, CallFailure(400, "bad", "why", agent=f"a{number}"))
     state = history.state(ACME)
     assert [len(state[part]) for part in ("calls", "steps", "failures")] == [ENTRIES, ENTRIES, REMEMBERED]

@@ -14,9 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kedge import LocalEngine
 from kedge.settings import EngineSettings, ServerSettings
-from tests.server.conftest import TEMPLATE, Served, serving
+from tests.server.conftest import MODEL, TEMPLATE, Served, serving
 
-MODEL = "kedge-nano"
 ASK: Any = [{"role": "user", "content": "Which one?"}]
 
 

@@ -13,11 +13,10 @@ from kedge.errors import ConfigError, LimitReached, Unauthenticated
 from kedge.server.tenancy import Tenant, hashed, load_keys, new_key
 from kedge.settings import LimitSettings, ServerSettings
 from kedge.types import TenantId
-from tests.server.conftest import FLOW, YAML, Served, serving
+from tests.server.conftest import FLOW, MODEL, YAML, Served, serving
 
 A, B, OPERATOR = "key-of-a", "key-of-b", "key-of-operator"
 VARIABLE = f"a:{hashed(A)},b:{hashed(B)} *:{hashed(OPERATOR)}"
-MODEL = "kedge-nano"
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ import anthropic
 import openai
 
 from tests.coding_clients import CLAUDE_CODE, CODEX, EPHEMERAL, claude_code, codex
-from tests.server.conftest import Served
+from tests.server.conftest import MODEL, Served
 
-MODEL = "kedge-nano"
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 SYSTEM = "Be brief. Never say <|im_end|>."
 WEATHER = {

@@ -6,8 +6,7 @@ The oracle is Transformers: every prompt has the tokens of its chat template's r
 import json
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from kedge.engine.echo import EchoEngine
 from kedge.settings import ServerSettings
 from kedge.types import Tokens
 from tests.server.clients.histories import ClaudeCode, Client, Codex, OpenAiSdk, Overflow, ResponsesSdk
-from tests.server.conftest import Served, serving, wait_until
+from tests.server.conftest import serving, wait_until
 from tests.tokenizers_of_families import LLAMA_2, QWEN_3, SPECIALS, raw_of, tokenizer_of
 
 LONG = "word " * 9000
@@ -53,16 +52,6 @@ class Scripted(HFTokenizer):
                 piece = piece.replace(mark, name)  # noqa: PLW2901
             tokens += [self.specials[piece]] if piece in self.specials else self.texts.encode(piece).ids
         return tokens
-
-
-@contextmanager
-def scripted(family: str, template: str) -> Iterator[tuple[Served, Scripted, deque[str]]]:
-    says: deque[str] = deque()
-    engine = EchoEngine(lambda _: says.popleft())
-    tokenizer: Any = Scripted(family, template)
-    engine.tokenizer = tokenizer
-    with engine, serving(engine, ServerSettings(tool_call_parser="hermes")) as served:
-        yield served, tokenizer, says
 
 
 def played(client: Client, says: deque[str], after_each: Any) -> None:
@@ -126,7 +115,10 @@ def told(read: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ids=["Qwen 3", "Llama 2"],
 )
 def test_twenty_turns(kind: type[Client], family: str, template: str, form: Any) -> None:
-    with scripted(family, template) as (served, tokenizer, says):
+    says, tokenizer = deque[str](), Scripted(family, template)
+    engine = EchoEngine(lambda _: says.popleft())
+    engine.tokenizer = tokenizer
+    with engine, serving(engine, ServerSettings(tool_call_parser="hermes")) as served:
         client = kind(served)
 
         def check(read: list[dict[str, Any]]) -> None:

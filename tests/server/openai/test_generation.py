@@ -20,9 +20,7 @@ from kedge.server.openai.writers import TextChoice, chat_logprobs, spelled
 from kedge.settings import ServerSettings
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment, TokenDelta, TokenLogprob
 from tests.engine.local.conftest import engine_of, tiny_model
-from tests.server.conftest import TEMPLATE, Served, serving
-
-MODEL = "kedge-nano"
+from tests.server.conftest import MODEL, TEMPLATE, Served, serving
 
 
 def say(text: str) -> list[dict[str, str]]:

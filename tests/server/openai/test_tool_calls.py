@@ -16,11 +16,6 @@ TOOL = {"type": "function", "function": WEATHER}
 ASK = [{"role": "user", "content": "How is the weather?"}]
 
 
-def called(arguments: str, **more: str) -> dict[str, Any]:
-    """An earlier answer that was a call."""
-    return {"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": arguments}, **more}]}
-
-
 # over HTTP ------------------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +86,8 @@ def test_a_template_that_keeps_tools_to_itself(is_streamed: bool) -> None:
         asked = {"model": MODEL, "messages": ASK, "tools": [TOOL], "max_tokens": 200, "stream": is_streamed}
         text = http.post("/v1/chat/completions", json=asked).text
         assert '"ignored":["tools"]' in text and '"name":"weather"' in text
-        turn = [called('{"town": "Åbo"}'), {"role": "tool", "tool_call_id": "c", "content": "rain"}]
+        call = {"function": {"name": "x", "arguments": '{"town": "Åbo"}'}}
+        turn = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "rain"}]
         asked = {**asked, "messages": ASK + 20 * turn}
         assert '"ignored":["tools"]' in http.post("/v1/chat/completions", json=asked).text
         assert told.prompt().count('"arguments": {"town": "Åbo"}') == told.prompt().count("|rain|") == 20
@@ -108,8 +104,6 @@ def read(parser: AnswerReader, *pieces: str) -> tuple[str, list[tuple[str, Any]]
 
 
 A, B = '{"name": "a", "arguments": {"x": [1, "</"]}}', '{"name": "b"}'
-
-
 C, D = '{"name": "c", "parameters": {"x": {"y": 1}}}', '{"name": "d"}'
 MARKED = r'{"name": "m", "arguments": {"x": "a</tool_call>\"b"}}'
 
