@@ -120,27 +120,14 @@ def test_timers_that_are_outdated_go_before_their_time(capacity: int) -> None:
 def test_the_share_of_requests_that_sessions_come_back_with() -> None:
     tracker = SessionTracker()
     for number in range(100):
-        key = tracker.arrive(HERE, [f"one-shot {number}"], float(number))
-        tracker.answered(key, [f"one-shot {number}"], float(number))
+        turn(tracker, [number], float(number))
     assert tracker.returning == 0.0
-    history: list[str] = []
     for number in range(100):
-        history.append(f"block {number}")
-        key = tracker.arrive(HERE, history, 100.0 + number)
-        tracker.answered(key, history, 100.0 + number)
+        turn(tracker, [100, *range(number)], 100.0 + number)
     assert 0.9 < tracker.returning <= 1.0
 
 
 # return times, against direct sums over known distributions -----------------------------------------------------------
-
-
-FAST = ("tool",)
-
-
-def feed(times: ReturnTimes, kind: tuple[str, ...], gaps: list[float]) -> None:
-    for gap in gaps:
-        idle(times, kind, bin_of(gap))
-        times.observe(kind, bin_of(gap), returned=True)
 
 
 def idle(times: ReturnTimes, kind: tuple[str, ...], until: int) -> None:
@@ -192,7 +179,8 @@ def test_the_best_rate_is_that_of_some_horizon_and_of_none_better(shares: list[f
 
 
 def test_what_is_old_is_forgotten_slowly() -> None:
-    times = ReturnTimes()
-    feed(times, FAST, [1000.0] * 2000)
-    feed(times, FAST, [2.0] * 8000)
-    assert 1 / times.rate(FAST, 0) < 10
+    times, fast = ReturnTimes(), ("tool",)
+    for gap in [1000.0] * 2000 + [2.0] * 8000:
+        idle(times, fast, bin_of(gap))
+        times.observe(fast, bin_of(gap), returned=True)
+    assert 1 / times.rate(fast, 0) < 10
