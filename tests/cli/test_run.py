@@ -17,13 +17,8 @@ from kedge.settings import Settings
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.spec import load_workflow
 from tests.cli.commands import assert_refused, kedge
+from tests.server.conftest import FLOW
 
-FLOW = """
-name: pair
-agents:
-  - {id: first, system: You begin., user: "Q: {user_question}"}
-  - {id: last, system: You end., user: "Q: {user_question} A: {agent_first_current}"}
-"""
 ANSWERS = {AgentId("first"): "one [red]and[/red]", AgentId("last"): "the end"}
 QUESTION = ["--input", "user_question=a=b?"]
 

@@ -18,10 +18,6 @@ from tests.engine.test_validation import IMPOSSIBLE_SAMPLING
 SAMPLED = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
-def tool(answer: str, inputs: object) -> str:  # noqa: ARG001
-    return answer
-
-
 def agent(name: str, *reads: str, **kwargs: object) -> Agent:
     text = "Q {user_question}" + "".join(f" {{{read}}}" for read in reads)
     return Agent(name, "", text, **kwargs)  # type: ignore[arg-type]

@@ -9,15 +9,13 @@ from kedge.types import ReuseMode, ValueKind
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.savings import BLOCK, CallSavings, ValueLengths, estimate_savings
 from kedge.workloads.miniature import MATH, questions
+from tests.workflow.test_template import Characters
 
 FOUR = ValueLengths(input=4 * BLOCK, answer=4 * BLOCK)
 
 
-class Characters:
-    """Encodes characters, and wraps messages in nothing."""
-
-    def encode(self, text: str, *, inside: bool = False) -> tuple[int, ...]:  # noqa: ARG002
-        return tuple(map(ord, text))
+class Unwrapped(Characters):
+    """Wraps messages in nothing."""
 
     def chat(self, system: str | None, user: str) -> str:
         return (system or "") + user
@@ -30,7 +28,7 @@ def blocks(letter: str, count: int) -> str:
 
 def counts(*agents: Agent, lengths: ValueLengths = FOUR, turns: int = 1) -> list[tuple[int, int, int, int]]:
     """Prompt, prefix, role last and translation of every call, in blocks (what is left of one counts for nothing)."""
-    found = estimate_savings(Workflow("test", agents, turns=turns), Characters(), lengths).calls
+    found = estimate_savings(Workflow("test", agents, turns=turns), Unwrapped(), lengths).calls
     return [tuple(n // BLOCK for n in (c.prompt, c.prefix, c.role_last, c.translation)) for c in found]  # type: ignore[misc]
 
 
@@ -69,7 +67,7 @@ def test_lengths_by_name_go_first_and_answers_end_at_max_tokens() -> None:
 
 def test_the_share_of_a_run_weighs_calls_by_their_prompts() -> None:
     a, b = (Agent(name, blocks(name, 2), "{user_question}" + blocks(name, 1)) for name in "ab")
-    savings = estimate_savings(Workflow("test", (a, b)), Characters(), FOUR)
+    savings = estimate_savings(Workflow("test", (a, b)), Unwrapped(), FOUR)
     assert savings.share("role_last") == pytest.approx(4 / 14)
     assert savings.calls[0] == CallSavings(savings.calls[0].step, 7 * BLOCK, 2 * BLOCK, 0, 2 * BLOCK)
 
