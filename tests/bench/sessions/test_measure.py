@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.bench.sessions.arrivals import QUICK, Arrival, load_traces
@@ -56,7 +56,6 @@ def total(arrivals: list[Arrival]) -> int:
 
 
 @given(traffic(), CAPACITIES)
-@settings(deadline=None)
 def test_lru_is_its_naive_twin(arrivals: list[Arrival], capacity: int) -> None:
     replay = CacheReplay(CacheManager(capacity, 1), has_sessions=False)
     found = replay.hit_rate(arrivals)
@@ -65,13 +64,11 @@ def test_lru_is_its_naive_twin(arrivals: list[Arrival], capacity: int) -> None:
 
 
 @given(traffic())
-@settings(deadline=None)
 def test_room_for_everything_gives_the_ceiling(arrivals: list[Arrival]) -> None:
     assert lru_hit_rate(arrivals, total(arrivals)) == ceiling(arrivals)
 
 
 @given(traffic(), CAPACITIES, st.sampled_from([0, 3]))
-@settings(deadline=None)
 def test_the_cache_stays_whole_after_every_request(arrivals: list[Arrival], capacity: int, host_times: int) -> None:
     cache = tiered_cache(capacity, host_times)
     replay = CacheReplay(cache)

@@ -6,10 +6,9 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.sessions.closed import Leaves
 from benchmarks.sessions.measure import COLUMNS, belady_hit_rate, measure, measure_cost
 from kedge.bench.sessions.arrivals import QUICK, SLICE, Arrival, load_traces
 from kedge.bench.sessions.measure import ceiling
@@ -53,13 +52,11 @@ def naive_belady(arrivals: list[Arrival], capacity: int) -> int:
 
 
 @given(traffic(), CAPACITIES)
-@settings(deadline=None)
 def test_belady_is_its_naive_twin(arrivals: list[Arrival], capacity: int) -> None:
     assert belady_hit_rate(arrivals, capacity) == pytest.approx(naive_belady(arrivals, capacity) / total(arrivals))
 
 
 @given(traffic())
-@settings(deadline=None)
 def test_room_for_everything_gives_the_ceiling(arrivals: list[Arrival]) -> None:
     assert belady_hit_rate(arrivals, total(arrivals)) == ceiling(arrivals)
 
@@ -70,13 +67,9 @@ def test_costs_are_of_requests_and_of_blocks() -> None:
     assert all(value > 0 for value in cost.values())
 
 
-def no_loop(*_: object) -> Leaves:
-    return {}
-
-
 def test_every_cell_has_every_column_and_belady_is_the_bound() -> None:
     said: list[str] = []
-    data = measure(replace(SETTINGS, live=(2, 4)), load_traces([SLICE]), no_loop, said.append)
+    data = measure(replace(SETTINGS, live=(2, 4)), load_traces([SLICE]), lambda *_: {}, said.append)
     assert json.loads(json.dumps(data)) == data
     assert list(SESSION_COLUMNS) == list(COLUMNS)
     (trace,) = data["traces"].values()
