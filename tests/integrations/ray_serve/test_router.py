@@ -3,7 +3,7 @@
 import asyncio
 import importlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,9 +39,9 @@ class Replica:
 REPLICAS = [Replica(name) for name in ("east", "north", "west")]
 
 
-def pending(session: str = "", **hints: Any) -> PendingRequest:
-    body = SimpleNamespace(kv_transfer_params={"kedge": hints} if hints else None, cache_salt=None)
-    return PendingRequest([body], {}, SimpleNamespace(session_id=session))  # type: ignore[arg-type]
+def pending(session: str = "", body: Mapping[str, Any] | None = None, **hints: Any) -> PendingRequest:
+    asked = SimpleNamespace(kv_transfer_params={"kedge": hints} if hints else None, cache_salt=None, **(body or {}))
+    return PendingRequest([asked], {}, SimpleNamespace(session_id=session))  # type: ignore[arg-type]
 
 
 def with_router(act: Callable[[RunRouter], Any], **settings: Any) -> Any:
@@ -65,25 +65,16 @@ async def send(router: RunRouter, request: PendingRequest) -> str:
     return ranks[0][0].replica_id.unique_id
 
 
-def keyed(key: str) -> PendingRequest:
-    body = SimpleNamespace(kv_transfer_params=None, cache_salt=None, prompt_cache_key=key)
-    return PendingRequest([body], {}, SimpleNamespace(session_id=""))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "request_of", [lambda run: pending(run=run, agent="a"), lambda run: pending(session=run), keyed]
-)
-def test_a_run_or_a_session_stays_until_its_replica_is_busy_or_dead(
-    request_of: Callable[[str], PendingRequest],
-) -> None:
+@pytest.mark.parametrize("said", [{"run": "r", "agent": "a"}, {"session": "r"}, {"body": {"prompt_cache_key": "r"}}])
+def test_a_run_or_a_session_stays_until_its_replica_is_busy_or_dead(said: dict[str, Any]) -> None:
     async def act(router: RunRouter) -> None:
-        home = await send(router, request_of("r"))
-        assert {await send(router, request_of("r")) for _ in range(5)} == {home}
+        home = await send(router, pending(**said))
+        assert {await send(router, pending(**said)) for _ in range(5)} == {home}
         router.on_new_queue_len_info(ReplicaID(home, MODEL), 3)
-        away = await send(router, request_of("r"))
+        away = await send(router, pending(**said))
         assert away != home
         router.on_replica_actor_died(ReplicaID(away, MODEL))
-        assert await send(router, request_of("r")) not in (home, away)
+        assert await send(router, pending(**said)) not in (home, away)
 
     with_router(act, spill=2)
 
