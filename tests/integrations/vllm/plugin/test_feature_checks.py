@@ -183,10 +183,10 @@ def test_backends_have_to_write_before_they_attend() -> None:
 # speculative decoding ------------------------------------------------------------------------------------------------
 
 
-def drafting(method: str, head: Any = None, lookahead: int = 0) -> Any:
+def drafting(method: str, head: Any = None, lookahead: int = 0, **more: Any) -> Any:
     """A model whose tokens are drafted so; by default, its head is as the model."""
     found, draft = config(), SimpleNamespace(hf_text_config=head or LlamaConfig())
-    found.speculative_config = SimpleNamespace(method=method, draft_model_config=draft, use_eagle=lambda: False)
+    found.speculative_config = SimpleNamespace(method=method, draft_model_config=draft, use_eagle=lambda: False, **more)
     found.num_prefill_lookahead_tokens = lookahead
     return found
 
@@ -199,6 +199,7 @@ HEADS: list[tuple[Any, str]] = [
     (drafting("eagle", DYNAMIC), "dynamic RoPE"),
     (drafting("eagle", DeepseekV3Config()), "MLA"),
     (drafting("mtp", lookahead=3), "by 3 heads"),
+    (drafting("eagle3", parallel_drafting=True), "parallel drafting"),
 ]
 
 

@@ -39,6 +39,8 @@ def speculation_refusal(config: VllmConfig) -> str | None:
         return None
     if speculative.method not in LAYERS_BEHIND:
         return f"speculative decoding by {speculative.method}: the draft's KV is not translated"
+    if getattr(speculative, "parallel_drafting", False):
+        return "parallel drafting: a head has KV of tokens that are not there yet"
     if (lookahead := getattr(config, "num_prefill_lookahead_tokens", 0) or 0) > 1:
         return f"speculative decoding by {lookahead} heads: what they have of a prompt's end is computed again"
     head, model = speculative.draft_model_config.hf_text_config, config.model_config.hf_text_config
