@@ -1,5 +1,8 @@
 """vLLM as an engine: the conformance suite, and prefetches by forecast."""
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -74,6 +77,25 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def counted(engine: VLLMEngine) -> dict[str, int]:
     """Return the plug-in's counters."""
     return engine.inspect()["plugin"]
+
+
+ONE_ANSWER = """
+import sys
+from pathlib import Path
+from tests.integrations.vllm.engine.test_engine import ask, opened
+
+with opened(Path(sys.argv[1])) as engine:
+    assert len(ask(engine, (1, 2, 3)).tokens) == 4
+"""
+
+
+@pytest.mark.slow
+def test_it_starts_where_there_is_no_compiler(model: Path, tmp_path: Path) -> None:
+    """vLLM compiles what ranks log-probabilities, which the guard asks for."""
+    without = {"TORCHDYNAMO_DISABLE": "0", "CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    subprocess.run(
+        [sys.executable, "-c", ONE_ANSWER, str(model)], check=True, timeout=240, env={**os.environ, **without}
+    )
 
 
 def test_a_stop_string_costs_no_receipt(engine: VLLMEngine) -> None:

@@ -165,6 +165,8 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
                 raise TranslationRefused("attn_backend", "", refusal)
             pages = self._pages(kv_caches)
             measure_writes(self._costs, pages)
+            # vLLM compiles what ranks the guard's log-probabilities, and would end without a C++ compiler
+            torch._dynamo.config.suppress_errors |= pages.empty.keys.device.type == "cpu"
             anchors = within_free_memory(self._settings.anchors, pages.empty.keys.device)
             settings = self._settings.model_copy(update={"anchors": anchors})
             self._learner = Learner(pages, settings, self._costs)
