@@ -18,11 +18,6 @@ JSON: Any = st.recursive(
 )
 
 
-def envelope(*types: str) -> dict[str, Any]:
-    actions = [{"action_id": f"a{at}", "action_type": kind, "payload": {}} for at, kind in enumerate(types)]
-    return {"protocol_version": 1, "message_id": "m", "actions": actions}
-
-
 def act(kind: str, **payload: Any) -> tuple[Wishes, ActionOutcome]:
     """What one action asks for, and what becomes of it."""
     wishes = read_actions({"actions": [{"action_id": "a", "action_type": kind, "payload": payload}]})
@@ -96,7 +91,8 @@ def test_an_action_without_a_name_is_rejected_with_the_reason(action: Any) -> No
 
 
 def test_only_so_many_get_an_outcome() -> None:
-    wishes = read_actions(envelope(*["pin"] * (MAX_EXPECTED + 1)))
+    actions = [{"action_id": f"a{at}", "action_type": "pin", "payload": {}} for at in range(MAX_EXPECTED + 1)]
+    wishes = read_actions({"protocol_version": 1, "message_id": "m", "actions": actions})
     assert (len(wishes.outcomes), wishes.rejected) == (MAX_EXPECTED, 1)
 
 

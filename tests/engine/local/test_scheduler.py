@@ -288,18 +288,12 @@ def test_a_tenant_takes_nothing_for_its_second_call() -> None:
     assert (first.admitted, second.admitted, len(engine.core.scheduler.preempted)) == (True, False, 1)
 
 
-def check_of(engine: Stepped, request: GenerateRequest) -> RequestSequence:
-    """Queue a request as one of the guard's."""
-    sequence = engine.sequence(request)
-    sequence.is_check = True
-    engine.core.scheduler.add(sequence)
-    return sequence
-
-
 def test_a_check_takes_no_blocks_of_others_and_gives_its_own_to_a_tenants_first_call() -> None:
     engine = Stepped(**ROOM)
     crowded(engine, crowd(), steps=5)
-    check = check_of(engine, call(STRANGER, 97, size=200))
+    check = engine.sequence(call(STRANGER, 97, size=200))
+    check.is_check = True
+    engine.core.scheduler.add(check)
     engine.step()
     assert not check.admitted and not engine.core.scheduler.preempted
     engine.until(lambda: check.admitted)
