@@ -38,6 +38,7 @@ from tests.anchors.helpers import in_context, random_kv
 from tests.reuse.test_planner import ALWAYS, Cost
 
 CAPACITY, SIZE = 6, 12
+ONE = random_kv(1, 0).nbytes
 TENANT, FLOW = TenantId("tenant"), WorkflowId("flow")
 
 
@@ -110,7 +111,8 @@ def test_a_value_that_costs_less_to_compute_is_neither_learned_nor_needed(above:
     runtime, asked = Taught(0, Cost(above)).runtime, request(1)
     plan: ReusePlan = runtime.plan(asked, ())
     assert runtime.wants_harvest(asked, plan) == pays
-    assert [need.tokens for need in runtime.needs(asked)] == ([(1, 2, *asked.segments[1].tokens)] if pays else [])
+    wanted = [(1, 2, *asked.segments[1].tokens)] if pays else []
+    assert [need.tokens for need in runtime.needs(asked, is_new=True)] == wanted
     why = "computing it takes less time than translating it"
     assert (why in [miss.reason for miss in plan.misses]) == (not pays)
 
@@ -121,6 +123,32 @@ def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholde
         assert not (runtime.needs(asked, is_new=True) or runtime.needs(asked) or runtime.prerequisites(asked, 0))
     assert len(runtime.needs(asked, is_new=True)) == 1, "the third reader"
     assert len(runtime.prerequisites(request(2), 0)) == 1, "so is the next value worth it before it is read"
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+def test_base_kv_for_which_there_is_no_room_is_not_asked_for(has_template: bool) -> None:
+    """It would be dropped before it is read, or drop what others are about to read, which is then asked for again."""
+    stage = Taught(0)
+    stage.bases = BaseStore((SIZE + 4) * ONE, ONE)
+    stage.runtime = Runtime(stage.anchors, stage.bases, PlannerConstants(), None, ALWAYS)
+    first, second = (
+        replace(one, segments=(*one.segments, Segment((8,) * 4, "p1")) if has_template else one.segments)
+        for one in map(request, (1, 2))
+    )
+    for _ in range(2):
+        assert len(stage.runtime.needs(first, is_new=True)) == 1 + has_template, "once it has room, as often as asked"
+        assert not stage.runtime.needs(second, is_new=True) or has_template
+        assert len(stage.runtime.needs(first)) == 1 + has_template, "it is to be waited for"
+        assert len(stage.runtime.needs(second)) == has_template, "the template that both have"
+    for cut in (cut for need in stage.runtime.needs(first, is_new=True) for cut in need.cuts):
+        cut.keep(random_kv(cut.stop - cut.start, 1))
+    assert not stage.runtime.needs(first, is_new=True) and not stage.runtime.needs(second, is_new=True)
+    stage.runtime.end_run(first.run_key)
+    assert len(stage.runtime.needs(second, is_new=True)) == 1
+    small = Taught(0)
+    small.bases = BaseStore(3 * ONE, ONE)
+    small.runtime = Runtime(small.anchors, small.bases, PlannerConstants(), None, ALWAYS)
+    assert not small.runtime.needs(first, is_new=True)
 
 
 # values whose base KV is computed in an agent's prompt ----------------------------------------------------------------
@@ -159,7 +187,7 @@ def test_base_kv_is_kept_from_the_prompt_that_reads_the_value_in_its_base_contex
     assert not leaves_base(runtime, other)
     assert [need.tokens for need in runtime.prerequisites(other, 0)] == [first.tokens], "it waits for base KV"
     runtime.keep_base(other, kv.slice)
-    assert runtime.needs(other), "nothing was kept"
+    assert runtime.needs(other, is_new=True), "nothing was kept"
 
     runtime.keep_base(first, kv.slice)
 
@@ -217,6 +245,12 @@ def test_text_behind_a_value_is_moved_from_the_first_prompt_of_the_run_that_comp
     plan = stage.runtime.plan(other, ())
     assert plan.computed == [0, 1, *range(2 + SIZE + len(TEXT), other.prompt_tokens)]
     assert not leaves_base(stage.runtime, other, plan), "nothing is left to keep"
+
+
+def test_of_the_first_value_only_its_base_kv_is_kept() -> None:
+    """No other prompt looks for what one has of it: all that is before it is an agent's own."""
+    found = ReadTwice().bases.stats()
+    assert (found.values, found.templates, found.nbytes) == (1, 1, (SIZE + len(TEXT)) * ONE)
 
 
 def test_a_prompt_that_moves_only_the_value_leaves_the_text_behind_it() -> None:
@@ -429,3 +463,13 @@ def test_the_placeholder_that_was_read_longest_ago_is_forgotten_first() -> None:
         readers.read(placeholder(f"another-{at}"), (1,))
         readers.read(placeholder("kept"), (0,))
     assert readers.expected(placeholder("forgotten")) == UNKNOWN and readers.expected(placeholder("kept")) > 4
+
+
+def test_a_value_is_read_for_the_last_time_once_others_were_read_no_more_often() -> None:
+    """While several are read in step, the next one to be read as often as any is not the last yet."""
+    readers, key, found = Readers(), placeholder("a"), list[bool]()
+    for value in (1, 2, 1, 2, 1, 2, 3, 3, 3, 3, 4, 4, 4, 4):
+        readers.read(key, (value,))
+        found.append(readers.is_last(key, (value,)))
+    assert found == [*[False] * 8, True, *[False] * 4, True]
+    assert not readers.is_last(placeholder("b"), (1,))

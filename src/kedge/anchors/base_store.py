@@ -1,6 +1,6 @@
 """Base KV that running workflows share: of placeholder values, and of templates' prefix segments."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count, takewhile
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
-from kedge.types import Namespace, RunKey, SampleId, Tokens
+from kedge.types import Namespace, RunKey, SampleId, TenantId, Tokens
 
 
 class _SampleKey(NamedTuple):
@@ -60,21 +60,22 @@ class KnownBase:
     """The agent, with its template's wording, in whose prompt it was read; empty: it is the producer's"""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StoredBase:
-    """Base KV as it is stored."""
+    """Base KV as it is stored, or room that is held for it."""
 
     serial: int
     """Changes whenever the KV does"""
+    nbytes: int
     parts: Mapping[int, KVSegment]
-    """That of a template's prefix segments by segment index, or that of a value as number 0"""
+    """That of a template's prefix segments by segment index, or that of a value as number 0; empty until it is there"""
     tokens: Tokens = ()
     """The value's"""
     reader: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts.values())
+    run: RunKey | None = None
+    """The one that has read it last"""
+    held_until: int = 0
+    """While fewer bytes than that were stored or read in all, it makes room for nothing else"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +88,22 @@ class BaseStats:
 
 
 class BaseStore:
-    """A store of at most `max_bytes` of base KV; beyond that the least recently used is dropped. One owner thread, no
-    locks.
+    """A store of at most `max_bytes` of base KV. One owner thread, no locks.
+
+    What a run is still going to read is held: with too little room for all runs under way, each would drop what another
+    is about to read, and all would be computed in vain. What comes later finds no room then. All else is dropped, least
+    recently used first, and so is what nobody has read for long, as not all runs go on to their end.
 
     Raises `ConfigError` where `max_bytes` is not positive.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, bytes_per_token: int = 0, patience: int = 16) -> None:
+        """Hold what is not read until `patience` times the room was stored or read."""
         if max_bytes <= 0:
             raise ConfigError("anchors.max_base_bytes", max_bytes, "is too small")
-        self._max_bytes, self._nbytes = max_bytes, 0
+        self._max_bytes, self._per_token, self._longest_hold = max_bytes, bytes_per_token, patience * max_bytes
+        self._nbytes = self._moved = 0
+        """Bytes that are stored or held, and those for runs that were stored, read or refused in all"""
         self._entries: OrderedDict[_Key, StoredBase] = OrderedDict()
         self._readers: dict[tuple[RunKey, Tokens, int], dict[str, _SharedTextKey]] = {}
         """Who has left KV of a text, in order"""
@@ -106,11 +113,15 @@ class BaseStore:
         """Keep the base KV that a producer's decoding left. It may lack that of the last token, which was drawn and
         never run through the model.
         """
-        self._put(_SampleKey(run, sample), 0, kv, tokens)
+        self._put(_SampleKey(run, sample), 0, kv, tokens, run)
 
-    def put_content(self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KVSegment) -> None:
-        """Keep the result of a short prefill of `base_context + tokens`, for every run that has the same value."""
-        self._put(ContentKey(namespace, tokens, base_context), 0, kv, tokens)
+    def put_content(
+        self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KVSegment, run: RunKey | None = None
+    ) -> None:
+        """Keep the result of a short prefill of `base_context + tokens`, for every run that has the same value; `run`
+        is going to read it.
+        """
+        self._put(ContentKey(namespace, tokens, base_context), 0, kv, tokens, run)
 
     def put_prefix(self, namespace: Namespace, template: str, index: int, kv: KVSegment) -> None:
         """Keep the base KV of the prefix segment that is number `index` of a template's segments."""
@@ -124,9 +135,29 @@ class BaseStore:
         key = _SharedTextKey(run, text, kv.tokens, reader)
         if key in self._entries:
             return
-        self._put(key, 0, kv, text[len(text) - kv.tokens :], reader)
+        earlier = self._readers.get(key[:3], {})
+        for one in earlier.values():  # the next reader starts from this one's
+            self._entries[one].held_until = 0
+        self._put(key, 0, kv, text[len(text) - kv.tokens :], run, reader)
         if key in self._entries:
             self._readers.setdefault(key[:3], {})[reader] = key
+
+    def hold(self, key: LastingKey, tokens: int, run: RunKey | None) -> bool:
+        """Return whether there is room for base KV of so many tokens, that a run is going to read, and keep it until
+        that is there. A template's is read by all runs.
+        """
+        return key in self._entries or self._add(key, StoredBase(0, self._per_token * tokens, {}, run=run))
+
+    def is_expected(self, key: LastingKey) -> bool:
+        """Return whether room is kept for base KV that is not there yet."""
+        return key in self._entries and not self._entries[key].parts
+
+    def note_read(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens, *, is_last: bool) -> None:
+        """Note that a request of a run reads a value; unless it `is_last`, others are going to."""
+        if key := self._serving(run, sample, tokens, base_context):
+            stored = self._used(key)
+            stored.run, stored.held_until = run, 0 if is_last else self._moved + self._longest_hold
+            self._moved += stored.nbytes
 
     def shared_text(self, run: RunKey, text: Tokens, size: int, reader: str) -> KnownBase | None:
         """Return the KV of the last `size` tokens of a text that the prompt of the run before `reader`'s has left, also
@@ -143,33 +174,44 @@ class BaseStore:
         """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of
         equal content. Its producer's may lack the last token.
         """
+        key = self._serving(run, sample, tokens, base_context)
+        return _entry(self._used(key), tokens) if key else None
+
+    def _serving(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> _Key | None:
         least = max(1, len(tokens) - 1)
         for key in (_SampleKey(run, sample), ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
-            if stored and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= least:
-                return _entry(self._used(key), tokens)
+            if stored and stored.parts and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= least:
+                return key
         return None
 
     def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KVSegment] | None:
         """Return base KV of a template's prefix segments by segment index; None if there is none."""
         key = PrefixKey(namespace, template)
-        return self._used(key).parts if key in self._entries else None
+        if key not in self._entries or self.is_expected(key):
+            return None
+        stored = self._used(key)
+        stored.held_until = self._moved + self._longest_hold
+        return stored.parts
 
     def lasting(self, *, values: bool) -> list[LastingKey]:
         """Return the keys of what is not of a single run, least recently used first: of the base KV of templates and,
         if `values`, of values.
         """
         kinds = (PrefixKey, ContentKey) if values else (PrefixKey,)
-        return [key for key in self._entries if isinstance(key, kinds)]
+        return [key for key in self._entries if isinstance(key, kinds) and not self.is_expected(key)]
 
     def stored(self, key: LastingKey) -> StoredBase | None:
         """Return the base KV with this key; None if it has gone."""
-        return self._entries.get(key)
+        return None if self.is_expected(key) else self._entries.get(key)
 
     def end_run(self, run: RunKey) -> None:
         """Forget the values that a run's agents produced, and what their prompts left of the texts that they share."""
-        for key in [key for key in self._entries if isinstance(key, _RunKey) and key.run == run]:
-            self._drop(key)
+        for key, stored in [*self._entries.items()]:
+            if stored.run == run:
+                stored.held_until = 0
+                if isinstance(key, _RunKey):
+                    self._drop(key)
 
     def clear(self) -> None:
         """Forget all base KV."""
@@ -189,14 +231,49 @@ class BaseStore:
         if real > self._max_bytes:
             raise PlanError("nbytes", real, f"{self._max_bytes} are allowed")
 
-    def _put(self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, reader: str = "") -> None:
+    def _put(
+        self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, run: RunKey | None = None, reader: str = ""
+    ) -> None:
         known = self._entries[key].parts if isinstance(key, PrefixKey) and key in self._entries else {}
-        stored = StoredBase(next(self._serials), {**known, index: kv.owned()}, tokens, reader)
+        parts = {**known, index: kv.owned()}
         self._drop(key)
-        self._entries[key] = stored
-        self._nbytes += stored.nbytes
-        while self._nbytes > self._max_bytes:
-            self._drop(next(iter(self._entries)))
+        nbytes = sum(part.nbytes for part in parts.values())
+        self._add(key, StoredBase(next(self._serials), nbytes, parts, tokens, reader, run))
+
+    def _add(self, key: _Key, new: StoredBase) -> bool:
+        """Add an entry, held where it is a run's or a template's. Returns False where what would have to make room for
+        it is held.
+        """
+        if new.nbytes > self._max_bytes:
+            return False
+        is_held = new.run is not None or isinstance(key, PrefixKey)
+        self._moved += new.nbytes if is_held else 0
+        if (lacking := self._nbytes + new.nbytes - self._max_bytes) > 0:
+            loose = self._loose(_tenant(key), new.nbytes)
+            if sum(self._entries[one].nbytes for one in loose) < lacking:
+                return False
+            for one in loose:
+                if lacking > 0:
+                    lacking -= self._entries[one].nbytes
+                    self._drop(one)
+        self._entries[key] = new
+        self._nbytes += new.nbytes
+        if is_held:
+            new.held_until = self._moved + self._longest_hold
+        return True
+
+    def _loose(self, tenant: TenantId, nbytes: int) -> list[_Key]:
+        """Return what is not held, least recently used first, and what others hold beyond their equal shares as long as
+        `tenant` has less than its own.
+        """
+        taken = Counter({tenant: nbytes})
+        for key, stored in self._entries.items():
+            taken[_tenant(key)] += stored.nbytes
+        share = self._max_bytes / len(taken)
+        greedy = {one for one, its in taken.items() if taken[tenant] <= share < its}
+        return [
+            key for key, stored in self._entries.items() if stored.held_until <= self._moved or _tenant(key) in greedy
+        ]
 
     def _used(self, key: _Key) -> StoredBase:
         """Return an entry, marked as most recently used."""
@@ -210,6 +287,10 @@ class BaseStore:
             readers.pop(key.reader, None)
             if not readers:
                 del self._readers[key[:3]]
+
+
+def _tenant(key: _Key) -> TenantId:
+    return (key.run if isinstance(key, _RunKey) else key).namespace.tenant
 
 
 def _entry(stored: StoredBase, tokens: Tokens) -> KnownBase:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from typing import TYPE_CHECKING
 
 from kedge.anchors.anchor import PlaceholderSite, PoolKey
+from kedge.anchors.base_store import BaseStore, ContentKey, LastingKey, PrefixKey
 from kedge.reuse.layout import (
     Placed,
     later_prefixes,
@@ -25,7 +26,6 @@ from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
 
 if TYPE_CHECKING:
-    from kedge.anchors.base_store import BaseStore
     from kedge.anchors.store import AnchorStore
     from kedge.kv.segment import KVSegment
     from kedge.reuse.costs import EngineCosts
@@ -67,12 +67,15 @@ class _Counts:
     def __init__(self, forget: float = 0.98) -> None:
         self._forget = forget
         self.open: BoundedDict[int, int] = BoundedDict(MAX_VALUES, self._close)
-        self.most = 0
+        self.most, self.is_settled = 0, False
+        """The highest count, and whether a new value has come since: else all values are still being read"""
         self.reads = self.values = 0.0
 
     def read(self, value: int) -> None:
+        self.is_settled |= value not in self.open
         self.open[value] = self.open.get(value, 0) + 1
-        self.most = max(self.most, self.open[value])
+        if self.open[value] > self.most:
+            self.most, self.is_settled = self.open[value], False
 
     def _close(self, _: int, reads: int) -> None:
         self.reads, self.values = self._forget * self.reads + reads, self._forget * self.values + 1
@@ -92,6 +95,12 @@ class Readers:
         """Return how often this value has been read, as far as that is still counted."""
         counts = self._counts.get(placeholder)
         return counts.open.get(hash(value), 0) if counts else 0
+
+    def is_last(self, placeholder: PoolKey, value: Tokens) -> bool:
+        """Return whether this value has been read as often as others were."""
+        counts = self._counts.get(placeholder)
+        is_known = counts is not None and (counts.is_settled or counts.values > 0)
+        return is_known and self.reads(placeholder, value) >= self.expected(placeholder)
 
     def expected(self, placeholder: PoolKey) -> float:
         """Return how often a value of this placeholder is read, the first time included: the average of final counts,
@@ -143,7 +152,9 @@ class Runtime:
         return request.reuse is ReuseMode.TRANSLATE and self._refusal is None
 
     def needs(self, request: GenerateRequest, *, is_new: bool = False) -> list[BaseNeed]:
-        """Return base prefills worth doing for later requests. A request that `is_new` counts as one more reader."""
+        """Return base prefills worth doing for later requests. A request that `is_new` counts as one more reader, and
+        takes room for what they leave; else they are those that have room.
+        """
         if not self.learns(request):
             return []
         key, placed = template_key(request), layout(request)
@@ -151,11 +162,13 @@ class Runtime:
         if not values:
             return []
         for one in values if is_new else ():
-            self._readers.read(pool_of(request, one), one.segment.tokens)
+            self._note_read(request, one)
         others = [one for one in values if not reads_in_place(request, one)]
-        missing = [self._placeholder_need(request, one) for one in others if self._lacks_base(request, one)]
+        missing = [self._placeholder_need(request, one) for one in others if self._lacks_base(request, one, is_new)]
         later = later_prefixes(placed)
         if not later or not self._worth_learning(request) or self._bases.prefixes(request.namespace, key) is not None:
+            return missing
+        if not self._has_room(PrefixKey(request.namespace, key), sum(map(len, later)), None, is_new):
             return missing
         cuts, start = [], 0
         for one in placed:
@@ -186,7 +199,7 @@ class Runtime:
         if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
             values = [one for one in values if self._moves(one)]
         ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
-        paying = [one for one in ready if self.planner.pays(one) and self._lacks_base(request, one)]
+        paying = [one for one in ready if self.planner.pays(one) and self._lacks_base(request, one, is_new=True)]
         return [self._placeholder_need(request, one) for one in paying]
 
     def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KVSegment) -> None:
@@ -284,9 +297,9 @@ class Runtime:
         """Return what stands behind the first value of which this prompt has KV that has read what is before it
         (computed, or with offsets added), where others are expected to read it.
         """
-        placed = layout(request)
+        behind = [*dropwhile(lambda one: not one.segment.is_placeholder, layout(request)[:-1])]
         found = []
-        for before, one in pairwise(placed[:-1]) if request.run and self.planner.rotates else ():
+        for before, one in pairwise(behind) if request.run and self.planner.rotates else ():
             value = one if one.segment.is_placeholder else before
             if not value.segment.is_placeholder or len(one) <= self.planner.short:
                 continue
@@ -330,12 +343,26 @@ class Runtime:
             if not is_written and self.planner.needs_anchors(request, here):
                 yield here
 
-    def _lacks_base(self, request: GenerateRequest, placed: Placed) -> bool:
-        """Return whether a value has no base KV yet, and computing it is worth that to its readers."""
+    def _lacks_base(self, request: GenerateRequest, placed: Placed, is_new: bool) -> bool:
+        """Return whether a value has no base KV yet, computing it is worth that to its readers, and there is room."""
         if self.planner.sample(request, placed) is not None:
             return False
         readers = self._readers.expected(pool_of(request, placed))
-        return self.planner.base_pays(placed, readers)
+        if not self.planner.base_pays(placed, readers):
+            return False
+        segment = placed.segment
+        key = ContentKey(request.namespace, segment.tokens, segment.base_context)
+        return self._has_room(key, len(placed), request.run_key, is_new)
+
+    def _has_room(self, key: LastingKey, tokens: int, run: RunKey | None, is_new: bool) -> bool:
+        return self._bases.hold(key, tokens, run) if is_new else self._bases.is_expected(key)
+
+    def _note_read(self, request: GenerateRequest, placed: Placed) -> None:
+        pool, segment = pool_of(request, placed), placed.segment
+        assert segment.sample is not None
+        self._readers.read(pool, segment.tokens)
+        is_last = self._readers.is_last(pool, segment.tokens)
+        self._bases.note_read(request.run_key, segment.sample, segment.tokens, segment.base_context, is_last=is_last)
 
     def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
         segment = placed.segment
@@ -346,6 +373,7 @@ class Runtime:
 
     def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KVSegment) -> None:
         """Keep base KV that was made off the critical path, and look up now what its next reader would look up."""
-        self._bases.put_content(request.namespace, placed.segment.tokens, placed.segment.base_context, kv)
+        segment = placed.segment
+        self._bases.put_content(request.namespace, segment.tokens, segment.base_context, kv, request.run_key)
         if sample := self.planner.sample(request, placed):
             self._anchors.prepare(sample)

@@ -120,7 +120,8 @@ class EngineParts:
         if runner.graphs is not None:
             runner.graphs.capture(config.max_running)
 
-        anchors, bases = AnchorStore(config.anchors), BaseStore(config.anchors.max_base_bytes)
+        anchors = AnchorStore(config.anchors)
+        bases = BaseStore(config.anchors.max_base_bytes, runner.spec.bytes_per_token)
         self.costs = EngineCosts(by_cost=config.planner.by_cost)
         self.learned = anchors, bases
         self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)

@@ -118,7 +118,8 @@ class Learner:
 
     def __init__(self, pages: Pages, settings: PluginSettings, costs: EngineCosts) -> None:
         """`costs` says what is worth translating."""
-        anchors, self._bases = AnchorStore(settings.anchors), BaseStore(settings.anchors.max_base_bytes)
+        anchors = AnchorStore(settings.anchors)
+        self._bases = BaseStore(settings.anchors.max_base_bytes, pages.bytes_per_token)
         for tenant, quota in settings.quotas.items():
             if tenant == OTHERS:
                 anchors.limit_others(quota.anchor_bytes)
