@@ -75,7 +75,7 @@ class StoredBase:
     run: RunKey | None = None
     """The one that has read it last"""
     held_until: int = 0
-    """While fewer bytes than that were stored or read in all, it makes room for nothing else"""
+    """It makes room for nothing else while runs have stored, read or been refused fewer bytes in all"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class BaseStore:
     """
 
     def __init__(self, max_bytes: int, bytes_per_token: int = 0, patience: int = 16) -> None:
-        """Hold what is not read until `patience` times the room was stored or read."""
+        """Hold what is not read until runs have stored, read or been refused `patience` times the room."""
         if max_bytes <= 0:
             raise ConfigError("anchors.max_base_bytes", max_bytes, "is too small")
         self._max_bytes, self._per_token, self._longest_hold = max_bytes, bytes_per_token, patience * max_bytes
@@ -206,7 +206,9 @@ class BaseStore:
         return None if self.is_expected(key) else self._entries.get(key)
 
     def end_run(self, run: RunKey) -> None:
-        """Forget the values that a run's agents produced, and what their prompts left of the texts that they share."""
+        """Forget the values that a run's agents produced, and what their prompts left of the texts that they share.
+        What else it has read makes room again.
+        """
         for key, stored in [*self._entries.items()]:
             if stored.run == run:
                 stored.held_until = 0

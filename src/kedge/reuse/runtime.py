@@ -344,7 +344,9 @@ class Runtime:
                 yield here
 
     def _lacks_base(self, request: GenerateRequest, placed: Placed, is_new: bool) -> bool:
-        """Return whether a value has no base KV yet, computing it is worth that to its readers, and there is room."""
+        """Return whether a value has no base KV yet, computing it is worth that to its readers, and there is room,
+        which a request that `is_new` takes.
+        """
         if self.planner.sample(request, placed) is not None:
             return False
         readers = self._readers.expected(pool_of(request, placed))
