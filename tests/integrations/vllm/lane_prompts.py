@@ -93,7 +93,9 @@ def asynchronously(ahead: bool) -> Iterator[None]:
 
 @contextmanager
 def lane_engine(model: Path, *, asynchronous: bool, is_taught: bool = True, **more: Any) -> Iterator[Driver]:
-    """Starts vLLM with lanes; with its scheduler ahead of the device, if asked."""
+    """Starts vLLM with lanes: with its scheduler ahead of the device and its worker asked at once, as on one GPU, or
+    asked in every step, as workers in processes of their own are.
+    """
     is_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
     settings = {
         "extra": SETTINGS,
@@ -107,6 +109,8 @@ def lane_engine(model: Path, *, asynchronous: bool, is_taught: bool = True, **mo
     ):
         assert built.scheduler.use_v2_model_runner == is_v2
         assert type(built.scheduler).__name__ == ("AsyncStepScheduler" if asynchronous else "StepScheduler")
+        if not asynchronous:
+            built.connector.judge_at_once = lambda _: None
         if is_taught:
             teach(built)
         yield built

@@ -157,8 +157,11 @@ def test_a_failed_write_ends_its_request_alone(
     assert engine.answer(tokens(ONE), 40) == stock_answers[ONE]
 
 
-def test_an_exact_prefix_that_grew_is_not_written(engine: Driver, recorder: Recorder) -> None:
-    engine.add(PLAIN[0], 40)  # beside which a step passes until the answer
+def test_an_exact_prefix_that_grew_is_not_written(
+    engine: Driver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.connector, "judge_at_once", lambda _: None)  # a step passes until the answer
+    engine.add(PLAIN[0], 40)
     engine.step()
     name = add(engine, ONE)
     engine.add(tokens(ONE)[: 2 * BLOCK] + prompt(20, 8), 4)  # computed while the workers are asked
@@ -191,16 +194,17 @@ def test_what_was_exact_and_is_evicted_while_a_request_waits_is_computed(
     assert recorder.admission()[0] == (0, 3 * BLOCK)
 
 
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_a_request_is_judged_before_its_step_where_nothing_else_runs(
-    engine: Driver, recorder: Recorder, is_idle: bool
+@pytest.mark.parametrize("run", [None, "another's", f"r{ONE}"])
+def test_a_request_is_judged_at_once_unless_something_of_its_run_is_to_be_captured(
+    engine: Driver, recorder: Recorder, run: str | None
 ) -> None:
-    if not is_idle:
-        engine.add(PLAIN[0], 40)
-        engine.step()
+    if run:
+        engine.add(tokens(OTHER), 40, hints(OTHER, run=run))
+        engine.run(until=lambda: any(engine.side.translations._completed))
     name = add(engine, ONE)
     engine.step()
     request = next(one for one in engine.scheduler.requests.values() if one.request_id.startswith(name))
-    assert bool(request.num_computed_tokens) is is_idle, "else in a step, which has a pass anyway"
+    is_at_hand = type(engine.scheduler).__name__ == "AsyncStepScheduler"
+    assert bool(request.num_computed_tokens) is (is_at_hand and run != f"r{ONE}"), "else in a step"
     engine.run()
     assert recorder.lanes and receipt(engine.finished[name])["tokens"]["translated"]

@@ -35,6 +35,7 @@ class Vllms(Scheduler):
     def __init__(self, **parts: Any) -> None:
         self.policy, self.waiting, self.deferred_waiting = SchedulingPolicy.FCFS, FCFSRequestQueue(), set[Any]()
         self.requests, self.running, self.current_step = dict[str, Any](), list[Any](), 0
+        self.num_waiting_for_streaming_input = 0
         self.max_num_scheduled_tokens = self.max_num_active_reqs = 1000
         self.skips: set[str] = set()
         """Requests that are not ready"""

@@ -119,9 +119,11 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
             self.translations.lanes.open(hold_back, limits)
 
     def judge_at_once(self, request: Request) -> None:
-        """Have the next request of an idle engine judged before its step: where the only worker is in this process."""
+        """Have a waiting request judged before the step in which it may start: where the only worker is in this
+        process.
+        """
         worker, live = get_kv_transfer_group() if has_kv_transfer_group() else None, self.requests[request.request_id]
-        if live.hinted is None or not isinstance(worker, KedgeConnector) or self._ranks > 1:
+        if not (isinstance(worker, KedgeConnector) and self._ranks == 1 and self.translations.may_ask_at_once(live)):
             return
         device, host = self.cached_blocks(request.block_hashes[: (request.num_tokens - 1) // self._block_size])
         if not host:  # what is worth loading comes first

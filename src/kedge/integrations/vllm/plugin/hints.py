@@ -175,7 +175,7 @@ class SegmentHint(BaseModel, strict=True):
 def _segments(tokens: Tokens, value: Any) -> tuple[Segment, ...] | None:
     """Read a list of `SegmentHint`, whose lengths must sum to the prompt's."""
     segments, start = list[Segment](), 0
-    for one in TypeAdapter(list[SegmentHint]).validate_python(value):
+    for one in _segment_hints(value):
         text, context = tuple(one.placeholder_text), tuple(one.base_context)
         part = tokens[start : start + one.length]
         segments.append(Segment(part, one.name, one.sample, context, text, in_context=one.in_context))
@@ -186,6 +186,7 @@ def _segments(tokens: Tokens, value: Any) -> tuple[Segment, ...] | None:
 
 
 _flag = TypeAdapter(StrictBool).validate_python
+_segment_hints = TypeAdapter(list[SegmentHint]).validate_python
 _rung = TypeAdapter(Annotated[int, Field(strict=True, ge=0, lt=len(RUNGS))]).validate_python
 KNOWN: Mapping[str, Callable[[Any], Any]] = {
     **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},

@@ -159,8 +159,8 @@ class StepScheduler(Scheduler):
         try:
             if self.requests:
                 self._base_share.computes()
-            if not self.running and (first := next(iter(self.waiting), None)):
-                self.connector.judge_at_once(first)  # beside running requests a step costs it nothing
+            for request in itertools.islice(self.waiting, max(0, self.max_num_active_reqs - self._active)):
+                self.connector.judge_at_once(request)
             if self._lanes.is_wanted:
                 self._reserve(self._lanes)
             output: SchedulerOutput = super().schedule(*args, **more)

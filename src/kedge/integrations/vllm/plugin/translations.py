@@ -1,10 +1,11 @@
 """The scheduler's half of translation: what the workers are asked, what they translate, and what they capture.
 
-Anchors are with the workers, so they are asked about a request in one step and it is admitted in a later one; in an
-idle engine whose only worker is in the scheduler's process, in the same. Its blocks from the first translated token on
+Anchors are with the workers, so they are asked about a request in one step and it is admitted in a later one; where the
+only worker is in the scheduler's process, in the same. Its blocks from the first translated token on
 never get a hash: lookups miss them, and they are never copied to the host.
 """
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from kedge.integrations.vllm.plugin.requests import (
     TranslationWrite,
 )
 from kedge.settings import GuardSettings
-from kedge.types import GenerateRequest, ReuseMode, RunKey, Tokens
+from kedge.types import ClientId, GenerateRequest, ReuseMode, RunId, RunKey, Tokens
 
 UNPROVED_HERE = "nothing proves it within a budget of fidelity: KedgeMiddleware does, and fidelity any needs no proof"
 CacheBlocks = Callable[[Request, int], None]
@@ -119,14 +120,21 @@ class Translations:
         holes = self.lanes.holes_of(live)
         return None if holes is None else live.plan(holes, computed)
 
-    def ask_at_once(self, live: LiveRequest, computed: int, answer: Answer) -> None:
-        """Ask the only worker, which is in this process, about a waiting request that nobody has asked about. What it
-        knows is what it was ordered in earlier steps: where it is still to capture or to forget, it is asked by a step.
+    def may_ask_at_once(self, live: LiveRequest) -> bool:
+        """Return whether to ask the only worker, which is in this process, about a waiting request before a step.
+
+        What the worker knows is what it was ordered in earlier steps. Where it is still to forget, or to capture what
+        the request may read, of its run or for base KV, it is asked by a step.
         """
-        if not live.is_asked_about or live.verdict or live.is_pending:
-            return
-        if not (self._orders.captures or self._orders.forgets or any(self._completed) or live.awaits):
-            self._take(live, answer(self._query(live, computed)))
+        if not live.is_asked_about or live.verdict or live.is_pending or live.awaits or self._orders.forgets:
+            return False
+        runs = live.asked.run_key, RunKey(live.asked.namespace, ClientId(""), RunId(""))
+        captures = itertools.chain(self._orders.captures, *self._completed)
+        return not any(one.request.run_key in runs for one in captures)
+
+    def ask_at_once(self, live: LiveRequest, computed: int, answer: Answer) -> None:
+        """Take the worker's answer about a request of which the first `computed` tokens need no computing."""
+        self._take(live, answer(self._query(live, computed)))
 
     def _query(self, live: LiveRequest, computed: int) -> TranslationQuery:
         """Return what to ask about a request, as it is now."""
