@@ -118,17 +118,21 @@ def gauges(served: Served) -> tuple[float, float, float]:
     return tuple(sum(map(float, re.findall(rf"^kedge:{name}{{.*}} (\S+)$", text, re.M))) for name in names)  # type: ignore[return-value]
 
 
+def check_rest(running: Served, engine: EchoEngine) -> None:
+    running.wait_quiet()
+    wait_until(lambda: gauges(running) == (0, 0, 0))
+    assert not engine.in_flight
+    assert engine.cache.stats().leased_blocks == 0
+    engine.cache.check_integrity()
+
+
 @pytest.fixture
 def slow() -> Iterator[Served]:
     """An engine that needs a minute for a long answer, and has room for two of them."""
     with EchoEngine(delay_s=0.01, capacity=13_000) as engine, serving(engine) as running, running.http() as http:
         http.post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         yield running
-        running.wait_quiet()
-        wait_until(lambda: gauges(running) == (0, 0, 0))
-        assert not engine.in_flight
-        assert engine.cache.stats().leased_blocks == 0
-        engine.cache.check_integrity()
+        check_rest(running, engine)
 
 
 def raw_call(served: Served, **body: object) -> socket.socket:
@@ -289,11 +293,7 @@ def test_clients_that_come_and_go_by_the_dozen_leave_nothing_behind() -> None:
     with EchoEngine(delay_s=0.002, capacity=20_000) as engine, serving(engine, config) as running:
         running.http().post("/v1/workflows", content=FLOW, headers=YAML).raise_for_status()
         asyncio.run(hammer_all(running.url))
-        running.wait_quiet()
-        wait_until(lambda: gauges(running) == (0, 0, 0))
-        assert not engine.in_flight
-        assert engine.cache.stats().leased_blocks == 0
-        engine.cache.check_integrity()
+        check_rest(running, engine)
         assert len(engine.requests) > CLIENTS
         assert (
             running.http().post(TEXT, json={"prompt": "hello", "temperature": 0}).json()["choices"][0]["text"]

@@ -137,11 +137,12 @@ class Token:
             return repeat(query, block, same)
         found = block.nearest(query, self.top_k)
         weights = self._weights(found, block.keys[found.columns])
+        owners, mass = block.owner[found.columns].flatten(), weights.new_zeros(len(block.ids))
         return Proposal(
             columns=found.columns,
             weights=weights,
             distance=(found.squared[:, 0] / found.mean_squared.clamp_min(_TINY)).sqrt(),
-            mass=_mass(found.columns, weights, block),
+            mass=mass.index_add_(0, owners, weights.flatten()) / len(weights),
             after=anchor_weights(block.ends(query, self.last).sqrt(), self.temperature),
         )
 
@@ -168,9 +169,3 @@ def repeat(query: Query, block: KeyBlock, same: int) -> Proposal:
     weights = query.keys.new_ones(len(query.tokens), 1)
     mass = anchor_weights(query.keys.new_zeros(len(block.ids)), 1.0, same)
     return Proposal(columns[:, None], weights, torch.zeros_like(weights[:, 0]), mass, mass)
-
-
-def _mass(columns: Tensor, weights: Tensor, block: KeyBlock) -> Tensor:
-    """Return float32 [anchors]: mean weight per token that lies on each anchor."""
-    total = weights.new_zeros(len(block.ids))
-    return total.index_add_(0, block.owner[columns].flatten(), weights.flatten()) / len(columns)

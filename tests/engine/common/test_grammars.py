@@ -19,13 +19,8 @@ def tokenizer() -> HFTokenizer:
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The grammars that were compiled."""
-    seen: list[str] = []
-
-    def compile_grammar(self: Grammars, grammar: str, original=Grammars._compile) -> object:  # type: ignore[no-untyped-def]
-        seen.append(grammar)
-        return original(self, grammar)
-
-    monkeypatch.setattr(Grammars, "_compile", compile_grammar)
+    seen, original = list[str](), Grammars._compile
+    monkeypatch.setattr(Grammars, "_compile", lambda self, one: (seen.append(one), original(self, one))[1])
     return seen
 
 

@@ -39,7 +39,9 @@ class Learning:
         """
         self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
         self._jobs, self._longest = jobs, longest
-        self.backlog = Backlog[RequestSequence](runtime.end_run, self._has_bases, self._over, MAX_PENDING)
+        self.backlog = Backlog[RequestSequence](
+            runtime.end_run, lambda one: one.key not in self._wanted, self._over, MAX_PENDING
+        )
         self.budget = LearningBudget()
         self._wanted = Counter[RequestId | None]()
         """Base prefills of each request that are queued or under way"""
@@ -66,9 +68,6 @@ class Learning:
     def _over(self, sequence: RequestSequence) -> None:
         if sequence.is_over:
             self._release(sequence)
-
-    def _has_bases(self, sequence: RequestSequence) -> bool:
-        return sequence.key not in self._wanted
 
     def keep_response(self, sequence: RequestSequence) -> None:
         """Keep an answer's own KV as base KV of the placeholder that it fills, for readers that may translate it."""

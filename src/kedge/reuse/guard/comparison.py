@@ -1,7 +1,7 @@
 """Comparing an answer with the one to the same prompt whose KV came from elsewhere."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Self
@@ -92,7 +92,8 @@ def divergence(dense: TokenLogprob, translated: TokenLogprob) -> float:
     """
     p, q = (dict((*one.top, (one.token, one.logprob))) for one in (dense, translated))
     both = [(max(LEAST, p[token]), max(LEAST, q[token])) for token in p.keys() & q.keys()]
-    rest_p, rest_q = (_rest(logprobs) for logprobs in zip(*both, strict=True)) if both else (1.0, 1.0)
+    rests = [max(FLOOR, 1.0 - sum(map(math.exp, one))) for one in zip(*both, strict=True)]
+    rest_p, rest_q = rests or (1.0, 1.0)
     most = max(LEAST, min((logprob for _, logprob in translated.top), default=0.0))
     for logprob in sorted((max(LEAST, p[token]) for token in p.keys() - q.keys()), reverse=True):
         if logprob + math.log(rest_q / rest_p) <= most:
@@ -101,7 +102,3 @@ def divergence(dense: TokenLogprob, translated: TokenLogprob) -> float:
         rest_p, rest_q = max(FLOOR, rest_p - math.exp(logprob)), max(FLOOR, rest_q - math.exp(most))
     known = sum(math.exp(ours) * (ours - theirs) for ours, theirs in both)
     return max(0.0, known + rest_p * (math.log(rest_p) - math.log(rest_q)))
-
-
-def _rest(logprobs: Sequence[float]) -> float:
-    return max(FLOOR, 1.0 - sum(map(math.exp, logprobs)))

@@ -3,8 +3,7 @@
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 from tests.engine.conformance import EngineConformance
 from tests.integrations.vllm.conftest import BLOCK, prompt, save_tiny_nano
+from tests.server.conftest import wait_until
 
 PATIENCE = 120.0
 FIXED = 8 * BLOCK
@@ -65,13 +65,6 @@ def ask(engine: VLLMEngine, tokens: Tokens, count: int = 4, **more: Any) -> Comp
     sampling = SamplingParams(count, ignore_eos=True, **more.pop("sampling", {}))
     request = GenerateRequest((Segment(tokens, "p0"),), sampling, tenant=TENANT, **more)
     return engine.submit(request).result(PATIENCE)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)
 
 
 def counted(engine: VLLMEngine) -> dict[str, int]:

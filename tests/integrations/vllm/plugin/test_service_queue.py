@@ -80,15 +80,17 @@ class Sorted(StepScheduler, Vllms):
 
     def __init__(self, capacity: int = 0) -> None:
         self.cached, self.on_host, self.orders = set[int](), set[int](), list[list[str]]()
+        self.judged, self.free = list[str](), 0
         lanes = SimpleNamespace(is_wanted=False, take=lambda: ({}, []))
         connector = SimpleNamespace(
-            open_lanes=lambda _: None, judge_at_once=lambda _: None,
+            open_lanes=lambda _: None, judge_at_once=lambda one: self.judged.append(one.request_id),
             translations=SimpleNamespace(lanes=lanes), cached_blocks=self.blocks, requests=self,
             on_order=lambda order: self.orders.append([one.request_id for one in order]),
             sessions=SimpleNamespace(ledger=SimpleNamespace(tracker=SimpleNamespace(returning=1.0))),
         )  # fmt: skip
-        pool = SimpleNamespace(block_pool=SimpleNamespace(num_gpu_blocks=capacity))
-        super().__init__(connector=connector, kv_cache_manager=pool, block_size=1)
+        pool = SimpleNamespace(num_gpu_blocks=capacity, get_num_free_blocks=lambda: self.free)
+        manager = SimpleNamespace(block_pool=pool)
+        super().__init__(connector=connector, kv_cache_manager=manager, block_size=1)
 
     def __getitem__(self, _: str) -> Any:
         return SimpleNamespace(session=None)
@@ -111,6 +113,15 @@ class Sorted(StepScheduler, Vllms):
 
 def names(vllm: Any) -> list[str]:
     return [one.request_id for one in vllm.waiting]
+
+
+@pytest.mark.parametrize(("free", "rows", "judged"), [(35, 4, "a b"), (40, 4, "a b c"), (40, 1, "a"), (9, 4, "")])
+def test_before_a_step_those_are_judged_that_may_start_in_it(free: int, rows: int, judged: str) -> None:
+    vllm = Sorted()
+    vllm.free, vllm.max_num_active_reqs = free, rows
+    vllm.add(Call("a", [], 20), Call("b"), Call("c"))
+    vllm.step()
+    assert " ".join(vllm.judged) == judged
 
 
 def test_what_is_cached_goes_first_where_live_contexts_do_not_fit() -> None:

@@ -159,8 +159,7 @@ class StepScheduler(Scheduler):
         try:
             if self.requests:
                 self._base_share.computes()
-            for request in itertools.islice(self.waiting, max(0, self.max_num_active_reqs - self._active)):
-                self.connector.judge_at_once(request)
+            self._judge()
             if self._lanes.is_wanted:
                 self._reserve(self._lanes)
             output: SchedulerOutput = super().schedule(*args, **more)
@@ -179,6 +178,14 @@ class StepScheduler(Scheduler):
                 self.sched_step_seq += 1  # vLLM numbers only the steps with tokens, to know when blocks are free again
             self._add(output, lane.tokens, lane.blocks, lane.span)
         return output
+
+    def _judge(self) -> None:
+        """Have the requests judged that there is room for in this step. A verdict that waits would hold learning up."""
+        room = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
+        for request in itertools.islice(self.waiting, max(0, self.max_num_active_reqs - self._active)):
+            if (room := room - request.num_tokens) < 0:
+                return
+            self.connector.judge_at_once(request)
 
     def _reserve(self, lanes: LaneGrants) -> None:
         """Grant lanes, and leave their tokens and rows to them."""

@@ -121,10 +121,8 @@ class Translations:
         return None if holes is None else live.plan(holes, computed)
 
     def may_ask_at_once(self, live: LiveRequest) -> bool:
-        """Return whether to ask the only worker, which is in this process, about a waiting request before a step.
-
-        What the worker knows is what it was ordered in earlier steps. Where it is still to forget, or to capture what
-        the request may read, of its run or for base KV, it is asked by a step.
+        """Return whether the only worker, which is in this process, can answer before a step: not where it is still to
+        forget, or to capture what the request may read, of its run or for base KV.
         """
         if not live.is_asked_about or live.verdict or live.is_pending or live.awaits or self._orders.forgets:
             return False
