@@ -1,5 +1,6 @@
 """The quality guard on vLLM: wrong translations in the worker are found, and the plug-in translates no more."""
 
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -177,8 +178,8 @@ def test_a_fault_in_the_worker_ends_translation(engine: VLLMEngine, fault: Path)
     assert done >= clean["checks"] and not dropped, "checks stay within vLLM's max_logprobs"
 
     fault.touch()
-    asked = iter(range(60))
-    wait_until(lambda: ask(engine, next(asked) % len(VALUES)) is not None and record(engine)["withheld"])
+    asked = itertools.cycle(VALUES)
+    wait_until(lambda: ask(engine, next(asked)) is not None and record(engine)["withheld"])
     receipts = [ask(engine, number).receipt for number in VALUES]
     assert not any(one.translated for one in receipts)
     assert ("q", WITHHELD) in {(miss.segment, miss.reason) for one in receipts for miss in one.misses}
