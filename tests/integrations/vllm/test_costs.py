@@ -22,11 +22,6 @@ def engine(tiny_llama: Path) -> Iterator[Driver]:
             yield built
 
 
-def price(engine: Driver, translations: LinearCost) -> None:
-    """Make translations cost so much, whatever is measured."""
-    engine.worker._learner._costs._translations = translations
-
-
 def test_passes_and_writes_are_measured(tiny_llama: Path) -> None:
     with lane_engine(tiny_llama, asynchronous=False) as built:
         costs = built.worker._learner._costs
@@ -39,7 +34,7 @@ def test_passes_and_writes_are_measured(tiny_llama: Path) -> None:
 def test_what_is_cheaper_to_compute_is_computed_until_translation_pays_again(engine: Driver) -> None:
     learned = engine.worker._learner.captured
     for translations in (CHEAP, DEAR, DEAR, CHEAP):
-        price(engine, translations)
+        engine.worker._learner._costs._translations = translations  # whatever is measured
         engine.reset()
         found = receipt(ask(engine, ONE))
         assert bool(found["tokens"]["translated"]) is (translations is CHEAP)

@@ -13,6 +13,7 @@ from kedge.integrations.vllm.plugin.requests import Capture, TranslationQuery, T
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
+from kedge.reuse.plan import ReusePlan
 from kedge.structures.bounded import ENTRIES
 from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, SampleId, Segment, ValueKind
 
@@ -107,28 +108,43 @@ def test_where_keys_are_rotated_otherwise_nothing_is_kept_of_a_prompt(learner: L
 # prompts that are captured although something in them is translated --------------------------------------------------
 
 
-def write(learner: Learner, name: RequestId = REQUEST.request_id, seconds: float = 0.0) -> Any:
+def write(learner: Learner, name: RequestId = REQUEST.request_id, seconds: float = 0.0) -> ReusePlan:
     """Write a plan, and return it."""
-    plan: Any = SimpleNamespace(translations=())
+    plan = ReusePlan.dense((), REQUEST.prompt_tokens)
     learner.planned[name] = PlannedWrite(plan, None, seconds)
     assert name not in learner._written, "nothing is written yet"
     learner.write(TranslationWrite(name, (1,), (range(4, 6),)))
     return plan
 
 
-def test_a_translation_costs_the_step_that_asking_takes_too(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs, observed = learner._costs, list[float]()
-    monkeypatch.setattr(costs, "observe_translation", lambda _segments, _tokens, seconds: observed.append(seconds))
+def test_a_translation_costs_what_is_kept_of_its_prompt_and_its_answer_too(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observed = list[float]()
+    monkeypatch.setattr(learner._costs, "observe_translation", lambda _segments, _tokens, taken: observed.append(taken))
     write(learner, seconds=100.0)
-    costs.observe_pass(1, 1, 50.0)
-    del learner._written[REQUEST.request_id]
-    write(learner, seconds=100.0)
-    assert observed == pytest.approx([100.0, 150.0], rel=1e-3)
+    assert not observed
+    learner._answer_seconds = 50.0
+    learner.capture(Capture(REQUEST, (1,), 0, is_translated=True))
+    assert observed == pytest.approx([150.0], rel=1e-3)
+    captured(learner, REQUEST)
+    assert len(observed) == 1, "that one was computed"
+
+
+@pytest.mark.parametrize("delays", [False, True])
+def test_a_translation_costs_the_step_that_asking_takes(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch, delays: bool
+) -> None:
+    learner._costs.observe_pass(1, 1, 50.0)
+    plan = SimpleNamespace(holes=(range(4), range(37, 38)), misses=(), translates=True, teaches=False)
+    monkeypatch.setattr(learner._runtime, "plan", lambda *_: plan)
+    learner.judge(TranslationQuery(REQUEST, 0, delays=delays))
+    assert learner.planned[REQUEST.request_id].seconds // 40 == delays
 
 
 def test_a_plan_is_kept_until_its_prompt_is_captured_or_its_verdict_withdrawn(learner: Learner) -> None:
     plan = write(learner)
-    assert not learner.planned and learner._written[REQUEST.request_id] is plan
+    assert not learner.planned and learner._written[REQUEST.request_id].plan is plan
     learner.drop(REQUEST.request_id)
     assert not learner._written
 

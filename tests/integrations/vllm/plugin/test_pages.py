@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding, apply_rotary_pos_emb
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -138,10 +137,6 @@ def vllms_rotation(text: Any, layers: list[int]) -> Rotation:
         return rotation_of(model, layers, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def transformers_rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return apply_rotary_pos_emb(keys, keys, cos, sin, unsqueeze_dim=2)[1]
-
-
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -155,7 +150,7 @@ def test_every_layer_is_rotated_as_its_kind() -> None:
     keys, module = torch.randn(3, len(POSITIONS), 2, 32), Gemma3RotaryEmbedding(text)
     expected = torch.cat(
         [
-            transformers_rotated(one[None], *module(one, POSITIONS[None], kind))
+            apply_rotary_pos_emb(one[None], one[None], *module(one, POSITIONS[None], kind), unsqueeze_dim=2)[1]
             for one, kind in zip(keys, text.layer_types, strict=True)
         ]
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kedge.anchors.base_store import BaseStore
@@ -110,7 +110,7 @@ class PlannedWrite:
     head: KVSegment | None
     """The exact KV of its first prefix segment, which has the same positions in every prompt of its agent"""
     seconds: float
-    """Time that all this took"""
+    """Time that all this has taken so far"""
 
 
 class Learner:
@@ -134,8 +134,10 @@ class Learner:
         self.expected = DraftedPrompts(self._runtime, self._known, self._clock)
         self.planned: dict[RequestId, PlannedWrite] = {}
         """Of requests that are not admitted yet"""
-        self._written: BoundedDict[RequestId, ReusePlan] = BoundedDict()
-        """The plans of prompts in which something is translated, until they are captured"""
+        self._written: BoundedDict[RequestId, PlannedWrite] = BoundedDict()
+        """Of prompts in which something is translated, until they are captured"""
+        self._answer_seconds = 0.0
+        """What keeping the last answer took"""
         self._needs: BoundedDict[tuple[Namespace, Tokens], BaseNeed] = BoundedDict()
         self._harvests: BoundedDict[RequestId, None] = BoundedDict()
         """Requests that are learned from once they are captured: others leave only base KV"""
@@ -152,14 +154,16 @@ class Learner:
 
     def judge(self, query: TranslationQuery) -> TranslationVerdict:
         """Return what of a prompt has to be computed, and which base KV would help."""
-        request = query.request
+        began, request = self._clock(), query.request
         wanted = () if query.has_waited else self._note(self._runtime.needs(request, is_new=True))
         if refusal := self.rotation.refusal:
             self._note_harvest(request, wanted=refusal is UNCHECKED and not request.guard.held_out)
             return TranslationVerdict((range(request.prompt_tokens),), (Miss("*", refusal),), wanted)
-        if query.may_wait and (first := self._prerequisites(query)):
-            return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=first)
-        return self._planned(query, wanted)
+        if query.may_wait:
+            needs = self._runtime.prerequisites(request, max(query.exact, self._known(request)), of_later_readers=True)
+            if first := self._note(needs):
+                return TranslationVerdict((range(request.prompt_tokens),), needs=wanted, awaits=first)
+        return self._planned(query, wanted, began)
 
     def _head(self, request: GenerateRequest) -> KVSegment | None:
         """Return the KV of a prompt's first segment; None where it is not known, a value or all of the prompt."""
@@ -180,13 +184,8 @@ class Learner:
         self._needs.update(by_prompt)
         return tuple(tokens for _, tokens in by_prompt)
 
-    def _prerequisites(self, query: TranslationQuery) -> tuple[Tokens, ...]:
-        exact = max(query.exact, self._known(query.request))
-        return self._note(self._runtime.prerequisites(query.request, exact, of_later_readers=True))
-
-    def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...]) -> TranslationVerdict:
+    def _planned(self, query: TranslationQuery, wanted: tuple[Tokens, ...], began: float) -> TranslationVerdict:
         """Plan a prompt, and keep the plan for its write where something is translated."""
-        began = self._clock()
         request, head = query.request, self._head(query.request)
         exact = max(query.exact, head.tokens if head else 0)
         found, ready = self.expected.claim(request), 0
@@ -201,7 +200,8 @@ class Learner:
         self._note_harvest(request, wanted=self._runtime.wants_harvest(request, plan))
         if not plan.translates or (len(holes) == 1 and holes[0].start <= query.exact):
             return TranslationVerdict((range(request.prompt_tokens),), plan.misses, wanted)
-        seconds += self._clock() - began
+        # where a request begins a step later, that counts as the smallest of passes
+        seconds += self._clock() - began + (self._costs.pass_seconds(1, 1) if query.delays else 0.0)
         self.planned[request.request_id] = PlannedWrite(plan, head, seconds)
         return TranslationVerdict(holes, plan.misses, wanted, ready=ready)
 
@@ -220,12 +220,8 @@ class Learner:
         if planned.head is not None and start < planned.head.tokens:
             self.pages.write(table, start, planned.head.slice(start, min(stop, planned.head.tokens)), None)
         found = (one.within(start, stop) for one in planned.plan.translations)
-        parts = [part for part in found if part is not None]
-        self._translate_into(table, parts)
-        self._written[order.request_id] = planned.plan
-        # a request that is asked about begins a step later, which counts as the smallest of passes
-        taken = self._costs.pass_seconds(1, 1) + planned.seconds + time.monotonic() - began
-        self._costs.observe_translation(len(parts), sum(part.tokens for part in parts), taken)
+        self._translate_into(table, [part for part in found if part is not None])
+        self._written[order.request_id] = replace(planned, seconds=planned.seconds + time.monotonic() - began)
 
     def drop(self, request_id: RequestId) -> None:
         """Forget what is planned for a request, if anything is."""
@@ -234,19 +230,21 @@ class Learner:
 
     def capture(self, order: Capture) -> None:
         """Read the KV of a response after its pass, or what others need of a prompt: all of it where it is learned
-        from.
+        from. Reading prompts and answers for those that read them later is a part of what translating costs.
         """
-        request, table = order.request, self.pages.table(order.blocks)
+        began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
         start, self.is_at_rest = request.prompt_tokens, False
         if order.response:
             kv = self.pages.read(table, start, start + order.known)
             self._runtime.keep_response(request, order.response, kv)
+            self._answer_seconds = time.monotonic() - began
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             for cut in need.cuts:
                 cut.keep(self.pages.read(table, cut.start, cut.stop))
         elif self.rotation.refusal in (None, UNCHECKED) and request.wants_translation:
             read: ReadKV = partial(self.pages.read, table)
-            plan = self._written.pop(request.request_id, None)
+            written = self._written.pop(request.request_id, None)
+            plan = written.plan if written else None
             if order.is_translated and plan is None:  # its write has failed, or its request was dropped before
                 return
             if plan is None and not self.rotation.is_checked:
@@ -261,6 +259,10 @@ class Learner:
             if is_wanted and self.captured.has_room(size):
                 steps = self._runtime.observe(request, read(0, request.prompt_tokens).slice, plan)
                 self.captured.add(request, request.run_key, steps, size)
+            if written:
+                taken = written.seconds + self._answer_seconds + time.monotonic() - began
+                plan = written.plan
+                self._costs.observe_translation(len(plan.translations), plan.translated_tokens, taken)
 
     # learning -----------------------------------------------------------------------------------------------------
 

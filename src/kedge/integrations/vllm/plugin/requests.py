@@ -174,6 +174,8 @@ class TranslationQuery:
     """Whether the request may wait for base KV"""
     has_waited: bool = False
     """Whether it was asked about before, and has waited for base KV since"""
+    delays: bool = True
+    """Whether the request begins a step later for it"""
 
 
 @dataclass(frozen=True, slots=True)

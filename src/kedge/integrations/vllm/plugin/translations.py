@@ -132,14 +132,14 @@ class Translations:
 
     def ask_at_once(self, live: LiveRequest, computed: int, answer: Answer) -> None:
         """Take the worker's answer about a request of which the first `computed` tokens need no computing."""
-        self._take(live, answer(self._query(live, computed)))
+        self._take(live, answer(self._query(live, computed, delays=False)))
 
-    def _query(self, live: LiveRequest, computed: int) -> TranslationQuery:
+    def _query(self, live: LiveRequest, computed: int, *, delays: bool = True) -> TranslationQuery:
         """Return what to ask about a request, as it is now."""
         live.exact, live.preemptions = computed, live.request.num_preemptions
         may_wait = live.awaits is None and len(self.requests) > 1
         exact = min(computed, live.asked.prompt_tokens - 1)  # of one that was preempted, all may be cached
-        return TranslationQuery(live.asked, exact, may_wait, has_waited=live.awaits == ())
+        return TranslationQuery(live.asked, exact, may_wait, live.awaits == (), delays)
 
     def _awaits_base(self, live: LiveRequest) -> bool:
         """Return whether a request waits for base KV, which goes before all that waits and is given up for want of
