@@ -193,15 +193,10 @@ VALUE = tuple(range(5))
 SPACE = Namespace("a", "part")
 
 
-def value_record() -> Record:
-    bases = BaseStore(1 << 20)
-    bases.put_content(SPACE, VALUE, (7, 8), random_kv(5, 1))
-    return records(AnchorStore(AnchorSettings()), bases, values=True)[0]
-
-
 def test_a_value_comes_back_for_its_namespace_and_context_alone() -> None:
-    found, bases = Restored(AnchorStore(AnchorSettings()), NO_TOKENS), BaseStore(1 << 20)
-    found.add(value_record())
+    found, before, bases = Restored(AnchorStore(AnchorSettings()), NO_TOKENS), BaseStore(1 << 20), BaseStore(1 << 20)
+    before.put_content(SPACE, VALUE, (7, 8), random_kv(5, 1))
+    found.add(*records(AnchorStore(AnchorSettings()), before, values=True))
     found.install(AnchorStore(AnchorSettings()), bases)
 
     def known(namespace: Namespace, context: tuple[int, ...]) -> KnownBase | None:

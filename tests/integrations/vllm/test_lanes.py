@@ -196,15 +196,17 @@ def test_what_was_exact_and_is_evicted_while_a_request_waits_is_computed(
 
 @pytest.mark.parametrize("run", [None, "another's", f"r{ONE}"])
 def test_a_request_is_judged_at_once_unless_something_of_its_run_is_to_be_captured(
-    engine: Driver, recorder: Recorder, run: str | None
+    engine: Driver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, run: str | None
 ) -> None:
+    delays, answer = list[bool](), engine.worker.answer
+    monkeypatch.setattr(engine.worker, "answer", lambda query: (delays.append(query.delays), answer(query))[1])
     if run:
         engine.add(tokens(OTHER), 40, hints(OTHER, run=run))
         engine.run(until=lambda: any(engine.side.translations._completed))
     name = add(engine, ONE)
     engine.step()
     request = next(one for one in engine.scheduler.requests.values() if one.request_id.startswith(name))
-    is_at_hand = type(engine.scheduler).__name__ == "AsyncStepScheduler"
-    assert bool(request.num_computed_tokens) is (is_at_hand and run != f"r{ONE}"), "else in a step"
+    is_at_once = type(engine.scheduler).__name__ == "AsyncStepScheduler" and run != f"r{ONE}"
+    assert bool(request.num_computed_tokens) is is_at_once is not delays[-1], "else in a step"
     engine.run()
     assert recorder.lanes and receipt(engine.finished[name])["tokens"]["translated"]
