@@ -92,8 +92,8 @@ class Served:
         wait_until(lambda: not self.service.in_flight)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+def wait_until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
+    deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.005)

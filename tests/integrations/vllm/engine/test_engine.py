@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 from tests.engine.conformance import EngineConformance
 from tests.integrations.vllm.conftest import BLOCK, prompt, save_tiny_nano
-from tests.server.conftest import wait_until
+from tests.server import conftest as servers
 
 PATIENCE = 120.0
+wait_until = partial(servers.wait_until, patience=PATIENCE)
 FIXED = 8 * BLOCK
 TENANT = "tests"
 

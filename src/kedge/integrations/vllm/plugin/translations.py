@@ -1,8 +1,8 @@
 """The scheduler's half of translation: what the workers are asked, what they translate, and what they capture.
 
 Anchors are with the workers, so they are asked about a request in one step and it is admitted in a later one; where the
-only worker is in the scheduler's process, in the same. Its blocks from the first translated token on
-never get a hash: lookups miss them, and they are never copied to the host.
+only worker is in the scheduler's process, in the same. Its blocks from the first translated token on never get a hash:
+lookups miss them, and they are never copied to the host.
 """
 
 import itertools
