@@ -436,7 +436,7 @@ class CacheManager:
         try:
             return self._take(n, following, steps)
         except OutOfBlocks:
-            if steps is not None or not self.tiers.give_up_backups():
+            if steps is not None or not sum(map(self.tiers.cancel, self.tiers.transfers.pending(Direction.OFFLOAD))):
                 raise
         return self._take(n, following, steps)
 

@@ -246,10 +246,6 @@ class Tiers:
         self._cancel_orphans()
         return True
 
-    def give_up_backups(self) -> bool:
-        """Cancel all backups that have not begun. Returns whether there were any."""
-        return sum(map(self.cancel, self.transfers.pending(Direction.OFFLOAD))) > 0
-
     def clear(self, namespace: Namespace) -> int:
         """Forget all unlocked blocks of `namespace`, cancelling what has not begun. Returns how many blocks went."""
         for transfer in self.transfers.pending():

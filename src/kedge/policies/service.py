@@ -248,12 +248,6 @@ class StepTimes:
         """Take the length of an answer."""
         self.answer += (tokens - self.answer) * (RECENT if self.answer else 1.0)
 
-    def wait_pays(self, tokens: int) -> bool:
-        """Return whether answers take little time against computing `tokens` tokens; not before all is known."""
-        if not self.are_known:
-            return False
-        return self.decode * self.answer <= WAIT_SHARE * self.per_token * tokens
-
 
 def may_start(tokens: int, missing: float, running: int, capacity: int, returning: float, times: StepTimes) -> bool:
     """Return whether a prompt of `tokens` tokens may start beside running requests of `running` tokens, while the live
@@ -268,6 +262,8 @@ def may_start(tokens: int, missing: float, running: int, capacity: int, returnin
     does. Nothing is computed while a cold prompt waits for the answers of others. So it waits only where answers are
     short against prompts, by the measured times of steps, and where most requests continue a session.
     """
-    if not running or missing < MOST or returning < MOST or not times.wait_pays(int(missing * tokens)):
+    if not running or missing < MOST or returning < MOST or not times.are_known:
+        return True
+    if times.decode * times.answer > WAIT_SHARE * times.per_token * int(missing * tokens):
         return True
     return running + tokens <= ACTIVE_SHARE * capacity

@@ -74,9 +74,11 @@ def run_python(code: str, limits: SandboxLimits = DEFAULT) -> SandboxResult:
         with os.fdopen(write, "wb"):
             process = _start(limits, home, out, write)
         ended = _finish(process, code.encode("utf-8", "surrogatepass"), WALL * limits.seconds)
-        stdout, cut = _output(out, limits.output_kb * 1024)
-        error = _error(process, ended, report) or ("OutputTooLong" if cut else None)
-    return SandboxResult(stdout, error)
+        out.seek(0)
+        most = limits.output_kb * 1024
+        data = out.read(most + 1)
+        error = _error(process, ended, report) or ("OutputTooLong" if len(data) > most else None)
+    return SandboxResult(data[:most].decode("utf-8", "replace"), error)
 
 
 def answer_as_python(answer: str, inputs: Mapping[str, str]) -> str:  # noqa: ARG001 (the signature of a tool)
@@ -109,12 +111,6 @@ def _finish(process: subprocess.Popen[bytes], code: bytes, seconds: float) -> bo
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _output(out: IO[bytes], limit: int) -> tuple[str, bool]:
-    out.seek(0)
-    data = out.read(limit + 1)
-    return data[:limit].decode("utf-8", "replace"), len(data) > limit
 
 
 def _error(process: subprocess.Popen[bytes], ended: bool, report: IO[bytes]) -> str | None:

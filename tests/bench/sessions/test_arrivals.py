@@ -15,7 +15,6 @@ from kedge.bench.sessions.arrivals import (
     Arrival,
     Conversation,
     SessionBenchSettings,
-    as_recorded,
     compose,
     conversations,
     is_traffic,
@@ -238,7 +237,8 @@ def test_traffic_of_many_users_is_replayed_as_recorded(tmp_path: Path) -> None:
     (found,) = conversations([record(s=f"u{at % 2}", t=float(at)) for at in range(4)])
     assert is_traffic([found]) and not is_traffic([found, found])
     assert not is_traffic(conversations([record(s="a"), record(s="b", parent="a")]))
-    assert [(one.at, one.session) for one in as_recorded(found, limit=3)] == [(0, "u0"), (1, "u1"), (2, "u0")]
+    (whole,) = traffic_of([found], SessionBenchSettings(requests=3))
+    assert [(one.at, one.session) for one in whole.arrivals] == [(0, "u0"), (1, "u1"), (2, "u0")]
     lines = [{**MOONCAKE, "timestamp": 1000 * at, "hash_ids": [0, at, 100]} for at in range(1, 9)]
     traces = load_traces([write(tmp_path / "m.jsonl.gz", lines)])
     (whole,) = traffic_of(traces["m"], SessionBenchSettings(requests=6))

@@ -279,12 +279,6 @@ def _played(conversation: Conversation, start: float, cap: float, copy: int, str
         yield Arrival(at, f"{record.session}#{copy}", turn, chain)
 
 
-def as_recorded(conversation: Conversation, limit: int = 6000) -> list[Arrival]:
-    """Return the first `limit` arrivals of a conversation that is many users' traffic already, at their own times."""
-    found = [Arrival(one.record.at, one.record.session, one, one.chain) for one in conversation[:limit]]
-    return sorted(found, key=lambda one: one.at)
-
-
 def is_traffic(conversations: Sequence[Conversation]) -> bool:
     """Return whether a trace is the traffic of many users, with ids that match among all of them, as Mooncake's."""
     roots = {turn.record.session for one in conversations for turn in one if turn.record.parent is None}
@@ -365,7 +359,8 @@ def load_traces(files: Sequence[Path]) -> dict[str, list[Conversation]]:
 def traffic_of(trace: Sequence[Conversation], settings: SessionBenchSettings) -> Iterator[Traffic]:
     """Yield a trace's arrivals by number of live sessions. Traffic of many users comes once, as recorded."""
     if is_traffic(trace):
-        arrivals = as_recorded(trace[0], settings.requests)
+        found = [Arrival(one.record.at, one.record.session, one, one.chain) for one in trace[0][: settings.requests]]
+        arrivals = sorted(found, key=lambda one: one.at)
         yield Traffic(RECORDED, arrivals, len({block for one in arrivals for block in one.chain}))
         return
     for live in settings.live:

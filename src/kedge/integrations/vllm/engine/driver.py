@@ -14,7 +14,7 @@ from typing import Any
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
-from vllm.inputs import TokensInput, tokens_input
+from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -261,12 +261,6 @@ class Forecasts:
             yield Message(run_hints(run, seq=next(self._seq), steps=steps), salt_of(run.namespace))
 
 
-def tokens_prompt(request: GenerateRequest) -> TokensInput:
-    """Return a request's prompt for vLLM, whose prefix cache a check shares with those of its own salt or with none."""
-    own = f"{AFRESH}{request.request_id}" if request.guard.afresh else ""
-    return tokens_input(list(request.tokens), cache_salt=f"{salt_of(request.namespace)}{own}" or None)
-
-
 class Driver(StatLoggerBase):
     """Runs requests in vLLM, as a logger of its statistics. An error of vLLM's ends the stream of its request as an
     error of Kedge's.
@@ -326,9 +320,11 @@ class Driver(StatLoggerBase):
 
     async def _generate(self, response: StreamedResponse) -> ReceiptData | None:
         """Generate a response. Returns the plug-in's receipt, None where the response was ended here."""
-        outputs = self.llm.generate(
-            tokens_prompt(response.request), response.params, response.request.request_id, priority=response.priority
-        )
+        request = response.request
+        # vLLM's prefix cache is shared by what has the same salt: a check may have one of its own
+        own = f"{AFRESH}{request.request_id}" if request.guard.afresh else ""
+        prompt = tokens_input(list(request.tokens), cache_salt=f"{salt_of(request.namespace)}{own}" or None)
+        outputs = self.llm.generate(prompt, response.params, request.request_id, priority=response.priority)
         async with aclosing(outputs):
             async for output in outputs:
                 response.take(output)
