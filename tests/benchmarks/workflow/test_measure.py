@@ -16,7 +16,6 @@ import pytest
 from benchmarks.workflow.measure import (
     BLOCK,
     POLICIES,
-    CaseResult,
     CaseSizes,
     Control,
     Hints,
@@ -93,23 +92,6 @@ def test_steps_keep_as_many_as_theory_has_it_and_as_the_oracle_does(room: int) -
     kept, best = sum(found["evict_only"]), sum(found["belady"])
     assert kept == pytest.approx(2 * 9 * sizes.fixed * (room - 1) / 9, rel=0.1)
     assert kept == pytest.approx(best, rel=0.05)
-
-
-# speed-ups ------------------------------------------------------------------------------------------------------
-
-
-def test_speedups_are_of_trials_that_belong_together() -> None:
-    def of(*seconds: float) -> list[LaneTrial]:
-        return [LaneTrial(one, (), {}) for one in seconds]
-
-    case = CaseResult(
-        single_flow(SMALL, VOCAB, 0),
-        1.0,
-        0.0,
-        {"lru_device": of(4, 8, 9), "lru_host": of(2, 2, 3), "full": of(1, 2, 1)},
-    )
-    assert case.speedup("full", "lru_device") == [4, 4, 9]
-    assert case.speedups()["lru_host"]["full"] == {"median": 2, "min": 1, "max": 3}
 
 
 # hints and the oracle -------------------------------------------------------------------------------------------
