@@ -11,7 +11,7 @@ from kedge.errors import TranslationRefused
 from kedge.policies.service import StepTimes
 from kedge.reuse.costs import GRACE, LEARNING_SHARE, PATIENCE
 from kedge.reuse.learning import Backlog, BaseShare, LearningBudget
-from kedge.types import GenerateRequest, RunId, RunKey
+from kedge.types import GenerateRequest, RunId, RunKey, TenantId
 
 PIECE = 0.01
 FIRST, SECOND = (GenerateRequest((), run=RunId(name)).run_key for name in ("first", "second"))
@@ -53,6 +53,14 @@ def test_prompts_give_way_by_their_size_and_none_to_one_that_is_too_large() -> N
         books.add(name, FIRST, size=size)
         assert list(books.backlog) == {"a": ["a"], "b": ["a", "b"], "c": ["a", "b"], "d": ["d"]}[name]
     assert books.over == ["a", "b"]
+
+
+def test_another_tenants_prompts_are_not_pushed_out() -> None:
+    books, other = Books(), GenerateRequest((), tenant=TenantId("other")).run_key
+    books.backlog._most = 3
+    for name, run in zip("abcde", (other, *[FIRST] * 4), strict=True):
+        books.add(name, run)
+    assert list(books.backlog) == ["a", "d", "e"]
 
 
 def test_one_without_its_base_kv_waits_and_goes_on_once_it_has_begun() -> None:

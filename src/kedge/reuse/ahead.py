@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.layout import known_segments, next_stop, plan_key
 from kedge.reuse.planner import Draft
+from kedge.structures.bounded import of_largest
 from kedge.types import AgentKey, GenerateRequest, ReuseMode, RunKey, SampleId, Tokens
 
 
@@ -104,7 +105,7 @@ class ExpectedPrompts(Generic[P]):
         if new := self.begin(request):
             self.expected[request.agent_key] = new
         if len(self.expected) > MAX_PENDING:
-            self.drop(next(iter(self.expected.values())), Ended.CANCELLED)
+            self.drop(of_largest(self.expected.values(), lambda one: one.request.tenant), Ended.CANCELLED)
 
     def claim(self, request: GenerateRequest) -> P | None:
         """Return the prompt that fits an arrived request, or None; it is expected no longer.

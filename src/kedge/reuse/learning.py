@@ -15,6 +15,7 @@ from kedge.errors import TranslationRefused
 from kedge.policies.service import StepTimes
 from kedge.reuse.costs import GRACE, LEARNING_SHARE, PATIENCE
 from kedge.reuse.layout import Placed
+from kedge.structures.bounded import of_largest
 from kedge.types import RunKey
 
 PIECE_S = 0.05
@@ -56,9 +57,9 @@ class Backlog(Generic[H]):
         return (one.holder for one in self._waiting)
 
     def has_room(self, size: int) -> bool:
-        """Give up the oldest prompts until one more of `size` may be kept. Returns False for one that is too large."""
+        """Give up prompts, the oldest of the tenant with the most, until one more of `size` fits; False: none can."""
         while size <= self._most < size + sum(one.size for one in self._waiting):
-            self.give_up(self._waiting[0].holder)
+            self.give_up(of_largest(self._waiting, lambda one: one.run.namespace.tenant).holder)
         return size <= self._most
 
     def add(self, holder: H, run: RunKey, steps: Iterator[Placed], size: int = 1) -> None:

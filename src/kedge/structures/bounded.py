@@ -1,13 +1,20 @@
 """A dictionary with a bounded number of entries, in the order of their last use."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+T = TypeVar("T")
 ENTRIES = 1024
 """Entries where only memory bounds how much is remembered, and nothing was measured"""
+
+
+def of_largest(entries: Collection[T], owner: Callable[[T], Hashable]) -> T:
+    """Return the first entry of the owner that has the most: where one has to go, no owner pushes out another's."""
+    held = Counter(map(owner, entries))
+    return max(entries, key=lambda one: held[owner(one)])
 
 
 class BoundedDict(OrderedDict[K, V]):
@@ -31,13 +38,8 @@ class BoundedDict(OrderedDict[K, V]):
         super().__setitem__(key, value)
         self.move_to_end(key)
         if len(self) > self._limit:
-            key = self._victim(self._owner) if self._owner else next(iter(self))
+            key = of_largest(self, self._owner) if self._owner else next(iter(self))
             self._on_evicted(key, self.pop(key))
-
-    def _victim(self, owner: Callable[[K], Hashable]) -> K:
-        held = Counter(map(owner, self))
-        most = max(held.values())
-        return next(key for key in self if held[owner(key)] == most)
 
     def use(self, key: K, make: Callable[[], V]) -> V:
         """Return the entry of `key` as the newest, made where there is none."""

@@ -16,7 +16,7 @@ from kedge.engine.local.sequence import RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.runner.run import run
 from kedge.settings import PlannerConstants, TierSettings
-from kedge.types import GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, Tokens
+from kedge.types import GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.steps import NextRun
@@ -270,12 +270,14 @@ def test_a_request_that_is_cancelled_before_it_was_admitted_takes_its_preparatio
     assert (stage.told["cancelled"], stage.leased) == (1, 0)
 
 
-def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_are_kept_and_not_at_the_cost_of_another_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kedge.reuse.ahead.MAX_PENDING", 4)
     stage = Stage(kv_memory="600 blocks")
     for at in range(4 + 3):
-        stage.prepare(prompt_of(f"agent-{at}", ASKED, ()))
+        asked = prompt_of(f"agent-{at}", ASKED, ())
+        stage.prepare(asked if at else replace(asked, tenant=TenantId("other")))
     assert (stage.told["live"], stage.told["cancelled"]) == (4, 3)
+    assert [one.namespace.tenant for one in stage.core.parts.preassembly.expected] == ["other", *["default"] * 3]
 
 
 # pressure -----------------------------------------------------------------------------------------------------------

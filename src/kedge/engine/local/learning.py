@@ -15,6 +15,7 @@ from kedge.kv.storage import PagedStorage
 from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.learning import Backlog, LearningBudget
 from kedge.reuse.runtime import BaseNeed, ReadKV, Runtime
+from kedge.structures.bounded import of_largest
 from kedge.types import RequestId, new_request_id
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,8 @@ class Learning:
             if len(need.tokens) <= self._longest:
                 self._queue(need, sequence)
         waiting = [job for job in self._jobs if not job.admitted and not job.is_awaited]
-        for job in waiting[: max(0, len(self._jobs) - MAX_PENDING)]:  # the oldest first
+        while waiting and len(self._jobs) > MAX_PENDING:
+            waiting.remove(job := of_largest(waiting, lambda one: one.namespace.tenant))
             self.drop(job)
 
     def _queue(self, need: BaseNeed, sequence: RequestSequence) -> BaseJob:

@@ -128,6 +128,15 @@ def test_what_a_request_waits_for_goes_first_and_takes_all_that_is_left() -> Non
     assert len(stage.jobs) == 1
 
 
+def test_a_tenant_with_ever_new_wishes_passes_over_no_other() -> None:
+    stage, other = Stage(), Namespace("other")
+    stage.jobs.add(other, (9,) * 4)
+    for token in range(10, 30):
+        stage.jobs.add(HERE, (token,) * 4)
+        stage.step(8 if token > 20 else 0)
+    assert [one.request.tenant for one in stage.captures] == ["other", *["default"] * 8]
+
+
 @pytest.mark.parametrize("tokens", [(), (1,) * LIMIT, (100,)])
 def test_nobody_waits_for_what_cannot_be_computed(tokens: tuple[int, ...]) -> None:
     stage = Stage()

@@ -12,8 +12,8 @@ before it compute in the same pass. vLLM itself relies on this for prefix hits w
 Other lanes compute base prefills, in blocks of no request: they are none of vLLM's, so no client waits for an output.
 They take blocks, rows and tokens that requests leave of a step, over as many steps as it takes: first those that a
 request waits for, which is translated then instead of computed; then others, within a share of the step's time. Of
-these the latest is first: the workers keep captured KV of a few prompts only, and base KV of a prompt that they have
-dropped teaches nothing.
+these the latest of each tenant is first: the workers keep captured KV of a few prompts only, and base KV of a prompt
+that they have dropped teaches nothing.
 """
 
 import itertools
@@ -30,7 +30,8 @@ from kedge.integrations.vllm.plugin.requests import Capture, LiveRequest
 from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.holes import Holes
 from kedge.reuse.lanes import LaneBudget, WaitingPrompt, grant, lane_tokens
-from kedge.types import GenerateRequest, Namespace, Segment, Tokens
+from kedge.structures.bounded import of_largest
+from kedge.types import GenerateRequest, Namespace, Segment, TenantId, Tokens
 
 QUEUED, DONE, DROPPED = "base_prefills_queued", "base_prefills_done", "base_prefills_dropped"
 NOTHING = GenerateRequest(())
@@ -116,10 +117,6 @@ class PassLimits(NamedTuple):
     vocabulary: int
     block_size: int
 
-    def can_compute(self, tokens: Tokens) -> bool:
-        """Return whether a lane can compute these tokens."""
-        return 0 < len(tokens) < self.limit and max(tokens) < self.vocabulary
-
 
 @dataclass(eq=False, slots=True)
 class BasePrefill:
@@ -161,9 +158,9 @@ class BasePrefills:
 
     def add(self, namespace: Namespace, tokens: Tokens, *, is_awaited: bool = False) -> None:
         """Queue a base prefill, unless the model cannot compute it. Of those that have not begun and that no request
-        waits for, `MAX_PENDING` at most wait.
+        waits for, `MAX_PENDING` at most wait; the oldest one goes of the tenant with the most.
         """
-        if not self.model.can_compute(tokens):
+        if not (0 < len(tokens) < self.model.limit and max(tokens) < self.model.vocabulary):
             return
         if job := self._find(namespace, tokens):
             self._jobs.remove(job)
@@ -174,7 +171,8 @@ class BasePrefills:
         self._jobs.append(job)
         job.is_awaited |= is_awaited
         waiting = [one for one in self._jobs if not (one.is_awaited or self._has_begun(one))]
-        self._drop(*waiting[: max(0, len(waiting) - MAX_PENDING)])
+        if len(waiting) > MAX_PENDING:
+            self._drop(of_largest(waiting, lambda one: one.request.tenant))
 
     def _find(self, namespace: Namespace, tokens: Tokens) -> BasePrefill | None:
         alike = (job for job in self._jobs if job.tokens == tokens)
@@ -191,7 +189,8 @@ class BasePrefills:
     # what a step computes of it -------------------------------------------------------------------------------
 
     def grant(self, budget: LaneBudget, spare: int, *, most: int, idle: bool) -> LaneBudget:
-        """Grant lanes for pieces of base prefills, those that a request waits for first. Returns what they take.
+        """Grant lanes for pieces of base prefills: those that a request waits for first, then those under way, then the
+        latest of each tenant, the one before it, and so on. Returns what they take.
 
         `budget` is what requests leave of a step; prefills that no request waits for take at most `most` tokens of it.
         Where fewer than `spare` blocks are free for requests, the prefills under way are dropped. One without blocks
@@ -204,7 +203,12 @@ class BasePrefills:
             self._drop(*begun)
             begun = []
         awaited = [job for job in self._jobs if job.is_awaited]
-        others = [job for job in reversed(self._jobs) if not (job.is_awaited or job in begun)]
+        others = [job for job in self._jobs if not (job.is_awaited or job in begun)]
+        turns, turn = Counter[TenantId](), dict[BasePrefill, int]()
+        for job in reversed(others):
+            turns[job.request.tenant] += 1
+            turn[job] = turns[job.request.tenant]
+        others.sort(key=turn.__getitem__)  # alike are the oldest first, so that one with ever new ones passes over none
         for job in [*awaited, *(job for job in begun if not job.is_awaited), *others]:
             left = budget.less(*self._taken)
             limit = left.tokens if job.is_awaited else min(left.tokens, most)
