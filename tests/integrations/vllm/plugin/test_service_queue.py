@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from kedge.integrations.vllm.plugin import scheduler
 from kedge.integrations.vllm.plugin.scheduler import StepScheduler
@@ -27,6 +28,7 @@ class Call:
     block_hashes: list[int] = field(default_factory=list)
     num_tokens: int = 10
     num_output_tokens: int = 0
+    status: RequestStatus = RequestStatus.WAITING
 
 
 class Vllms(Scheduler):
@@ -80,11 +82,11 @@ class Sorted(StepScheduler, Vllms):
 
     def __init__(self, capacity: int = 0) -> None:
         self.cached, self.on_host, self.orders = set[int](), set[int](), list[list[str]]()
-        self.judged, self.free = list[str](), 0
+        self.judged, self.free, self.holes = list[str](), 0, tuple[range, ...]()
         lanes = SimpleNamespace(is_wanted=False, take=lambda: ({}, []))
         connector = SimpleNamespace(
             open_lanes=lambda _: None, judge_at_once=lambda one: self.judged.append(one.request_id),
-            translations=SimpleNamespace(lanes=lanes), cached_blocks=self.blocks, requests=self,
+            translations=SimpleNamespace(lanes=lanes, able=set()), cached_blocks=self.blocks, requests=self,
             on_order=lambda order: self.orders.append([one.request_id for one in order]),
             sessions=SimpleNamespace(ledger=SimpleNamespace(tracker=SimpleNamespace(returning=1.0))),
         )  # fmt: skip
@@ -92,8 +94,8 @@ class Sorted(StepScheduler, Vllms):
         manager = SimpleNamespace(block_pool=pool)
         super().__init__(connector=connector, kv_cache_manager=manager, block_size=1)
 
-    def __getitem__(self, _: str) -> Any:
-        return SimpleNamespace(session=None)
+    def __getitem__(self, name: str) -> Any:
+        return SimpleNamespace(session=None, holes=self.holes, awaits=name == "w")
 
     def blocks(self, hashes: list[int]) -> tuple[int, int]:
         """Return how many leading blocks are on the device, and how many after them on the host."""
@@ -115,13 +117,19 @@ def names(vllm: Any) -> list[str]:
     return [one.request_id for one in vllm.waiting]
 
 
-@pytest.mark.parametrize(("free", "rows", "judged"), [(35, 4, "a b"), (40, 4, "a b c"), (40, 1, "a"), (9, 4, "")])
-def test_before_a_step_those_are_judged_that_may_start_in_it(free: int, rows: int, judged: str) -> None:
+ROOMS = [(35, 4, [], "a w b"), (40, 4, [], "a w b c"), (40, 1, [], "a"), (9, 4, [], "a"), (40, 0, [], "")]
+FULL = [(40, 4, [range(2)] * 2, "a w b"), (40, 4, [range(600)], "a w b")]
+
+
+@pytest.mark.parametrize(("free", "rows", "holes", "judged"), [*ROOMS, *FULL])
+def test_before_a_step_those_are_judged_that_may_start(free: int, rows: int, holes: list[range], judged: str) -> None:
+    """The first in any case, as part of it may be cached. A hole takes a row and tokens, unless base KV is awaited."""
     vllm = Sorted()
-    vllm.free, vllm.max_num_active_reqs = free, rows
-    vllm.add(Call("a", [], 20), Call("b"), Call("c"))
+    vllm.free, vllm.max_num_active_reqs, vllm.holes = free, rows, tuple(holes)
+    loading = Call("loading", [], 99, status=RequestStatus.WAITING_FOR_REMOTE_KVS)
+    vllm.add(loading, Call("a", [], 20), Call("w", [], 0), Call("b"), Call("c"))
     vllm.step()
-    assert " ".join(vllm.judged) == judged
+    assert " ".join(vllm.judged) == judged and vllm.connector.translations.able == set(vllm.judged)
 
 
 def test_what_is_cached_goes_first_where_live_contexts_do_not_fit() -> None:

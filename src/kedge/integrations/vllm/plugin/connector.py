@@ -127,7 +127,8 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
             return
         device, host = self.cached_blocks(request.block_hashes[: (request.num_tokens - 1) // self._block_size])
         if not host:  # what is worth loading comes first
-            self.translations.ask_at_once(live, device * self._block_size, worker.answer)
+            query = self.translations.query(live, device * self._block_size, delays=False)
+            self.translations.take(live, worker.answer(query))
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

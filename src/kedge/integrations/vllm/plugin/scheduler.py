@@ -24,7 +24,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kedge.integrations.vllm.entry_point import NAME, is_plugged, version_refusal
 from kedge.integrations.vllm.plugin.hints import read_hints
@@ -124,8 +124,7 @@ class StepScheduler(Scheduler):
         if self.policy is SchedulingPolicy.PRIORITY:
             request.priority = priority_of(request)  # reads hints, which takes longer than anything else here
         super().add_request(request)
-        is_queued = self.requests.get(request.request_id) is request
-        if is_queued and self.policy is SchedulingPolicy.FCFS:
+        if self.policy is SchedulingPolicy.FCFS and self.requests.get(request.request_id) is request:
             session = self._plugin.requests[request.request_id].session
             self._contexts.began(request.request_id, session, request.num_tokens)
             self._order.push(request, request.num_tokens)
@@ -180,12 +179,20 @@ class StepScheduler(Scheduler):
         return output
 
     def _judge(self) -> None:
-        """Have the requests judged that there is room for in this step. A verdict that waits would hold learning up."""
+        """Have the first request judged, and those with room behind it: nothing is learned while a verdict waits."""
         room = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
-        for request in itertools.islice(self.waiting, max(0, self.max_num_active_reqs - self._active)):
-            if (room := room - request.num_tokens) < 0:
-                return
-            self.connector.judge_at_once(request)
+        rows, tokens = self.max_num_active_reqs - self._active, self.max_num_scheduled_tokens - self._active
+        able = self._plugin.translations.able = set[str]()
+        for request in self.waiting:
+            if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+                room -= request.num_tokens
+                if min(rows, tokens) <= 0 or (able and room < 0):
+                    return
+                able.add(request.request_id)
+                self.connector.judge_at_once(request)
+                live = self._plugin.requests[request.request_id]
+                if not live.awaits:  # it may start; without a verdict it has no holes yet
+                    rows, tokens = rows - max(1, len(live.holes)), tokens - sum(map(len, live.holes))
 
     def _reserve(self, lanes: LaneGrants) -> None:
         """Grant lanes, and leave their tokens and rows to them."""

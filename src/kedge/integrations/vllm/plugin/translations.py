@@ -31,7 +31,6 @@ UNPROVED_HERE = "nothing proves it within a budget of fidelity: KedgeMiddleware 
 CacheBlocks = Callable[[Request, int], None]
 BlockIds = Callable[[str], Sequence[Sequence[int]]]
 """Returns the block ids of a request, by its id, in each KV cache group"""
-Answer = Callable[[TranslationQuery], TranslationVerdict]
 EMPTIED = "the caches were emptied while it waited or ran"
 NO_LANES = "vLLM's scheduler is not Kedge's, or another KV connector would save translated KV as if it were exact"
 
@@ -47,6 +46,8 @@ class Translations:
         self._model_refusal = refusal
         self.requests: dict[str, LiveRequest] = {}
         """All that wait or run, by vLLM's ids; whoever follows them enters and removes them"""
+        self.able = set[str]()
+        """Requests that may start in this step: others are not asked about, or a queue would be judged in one step"""
         self._orders = Orders()
         """Of the step that is being scheduled"""
         self.held = HeldBlocks(ranks)
@@ -110,9 +111,9 @@ class Translations:
             live.withdraw()
             self._orders.dropped += (live.request_id,)
         if live.verdict is None:
-            if not live.is_pending:
+            if not live.is_pending and live.request_id in self.able:
                 live.is_pending = True
-                self._orders.queries += (self._query(live, computed),)
+                self._orders.queries += (self.query(live, computed),)
             return None
         if computed < live.exact:
             live.lose(computed)
@@ -130,12 +131,8 @@ class Translations:
         captures = itertools.chain(self._orders.captures, *self._completed)
         return not any(one.request.run_key in runs for one in captures)
 
-    def ask_at_once(self, live: LiveRequest, computed: int, answer: Answer) -> None:
-        """Take the worker's answer about a request of which the first `computed` tokens need no computing."""
-        self._take(live, answer(self._query(live, computed, delays=False)))
-
-    def _query(self, live: LiveRequest, computed: int, *, delays: bool = True) -> TranslationQuery:
-        """Return what to ask about a request, as it is now."""
+    def query(self, live: LiveRequest, computed: int, *, delays: bool = True) -> TranslationQuery:
+        """Return what to ask about a request of which the first `computed` tokens need no computing."""
         live.exact, live.preemptions = computed, live.request.num_preemptions
         may_wait = live.awaits is None and len(self.requests) > 1
         exact = min(computed, live.asked.prompt_tokens - 1)  # of one that was preempted, all may be cached
@@ -215,11 +212,11 @@ class Translations:
         self._is_learning = reports.learning
         for request_id, verdict in reports.verdicts.items():
             if (live := self.requests.get(request_id)) and live.hinted:
-                self._take(live, verdict)
+                self.take(live, verdict)
         for capture_id, ranks in reports.captured.items():
             self.held.on_captured(capture_id, ranks)
 
-    def _take(self, live: LiveRequest, verdict: TranslationVerdict) -> None:
+    def take(self, live: LiveRequest, verdict: TranslationVerdict) -> None:
         """Take the verdict on a request, and queue the base prefills that it asks for."""
         request = live.asked
         live.take_verdict(verdict)
