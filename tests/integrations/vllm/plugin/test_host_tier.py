@@ -109,11 +109,11 @@ TestCopies = Copies.TestCase
 TestCopies.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_the_next_load_is_of_what_the_device_lacks() -> None:
+def test_the_next_load_is_of_what_the_device_lacks_and_no_load_brings() -> None:
     """A draft's head lets vLLM compute a block that the device has."""
     world, prompt = Copies(), chain("a", 4)
-    world.compute("a", 4)
-    world.back_up("a", 4)
+    world.compute("a", 6)
+    world.back_up("a", 6)
     land(world.tier)
     assert world.tier.next_load(prompt, 3) == (None, False)
     world.empty_device()
@@ -121,6 +121,8 @@ def test_the_next_load_is_of_what_the_device_lacks() -> None:
     world.load("a", 4)
     transfer, _ = world.tier.next_load(prompt, 3)
     assert transfer and transfer.is_load
+    longer = world.tier.load(chain("a", 6), Purpose.DEMAND, None, lambda _: True)
+    assert longer and len(longer.sources) == 2
     world.teardown()
 
 

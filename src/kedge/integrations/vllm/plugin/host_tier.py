@@ -201,10 +201,12 @@ class HostTier:
         for at, key in enumerate(needed.keys):
             if block := on_device.get(key):
                 above.append(any_of(block))
+            elif key in self._loading:
+                continue
             elif block := on_host.get(key):
                 brought.append(at)
                 sources.append(any_of(block))
-            elif key not in self._loading:
+            else:
                 break
         return above, needed.chosen(brought), sources
 
