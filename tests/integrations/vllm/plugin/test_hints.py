@@ -91,7 +91,7 @@ def test_no_hints_are_none_and_no_mapping_is_one_ignored_hint() -> None:
         {"fixed_tokens": 1.0},
         {"reuse": "sometimes"}, {"unheard": 1}, {"segments": 3}, {"segments": [{"name": "p0", "length": 4}]},
         {"segments": [{"name": "p0", "length": 6}]}, {"segments": [{"length": 5}]}, {"segments": [5]},
-        {"segments": [{"name": "q", "length": 5, "sample": "s", "base_context": ["x"]}]},
+        *({"segments": [{"name": "q", "length": 5, "sample": "s", "base_context": [one]}]} for one in ("x", 1 << 63)),
         {"segments": [{"name": "q", "length": 5, "sample": "s", "in_context": 1}]},
     ],
 )  # fmt: skip

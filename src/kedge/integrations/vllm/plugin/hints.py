@@ -161,15 +161,18 @@ def without_hints(sampling: Any) -> Any:
     return sampling
 
 
+_Token = Annotated[int, Field(ge=0, lt=1 << 63)]  # a template's digest has 64 bits for each
+
+
 class SegmentHint(BaseModel, strict=True):
     """A part of a prompt in the hint `segments`."""
 
     name: Annotated[str, PlainValidator(read_text)]
     length: NonNegativeInt
     sample: Annotated[SampleId, PlainValidator(_sample)] | None = None
-    base_context: list[NonNegativeInt] = []
+    base_context: list[_Token] = []
     in_context: bool = False
-    placeholder_text: list[NonNegativeInt] = []
+    placeholder_text: list[_Token] = []
 
 
 def _segments(tokens: Tokens, value: Any) -> tuple[Segment, ...] | None:
