@@ -15,8 +15,8 @@ from kedge.errors import ConfigError
 from kedge.settings import EngineSettings
 
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 1152},
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 1152},
     "32m": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8,
             "num_key_value_heads": 4, "vocab_size": 16384},
     "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
