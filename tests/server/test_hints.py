@@ -162,14 +162,9 @@ def test_actions_without_a_prompt_have_the_outcomes_that_the_engine_gives(local:
             action("fourth", "launder"),
         ]
         found = advised(http, {"session_id": "known", "kv_hints": {"actions": kinds}})
-        own = {name: outcome for (name, _), outcome in found.items() if name not in ("keep_for", "expects")}
-        assert own == {
-            "keep": "applied",
-            "first": "applied",
-            "second": "rejected",
-            "third": "applied",
-            "fourth": "rejected",
-        }
+        told = {name: outcome for (name, _), outcome in found.items()}
+        outcomes = [told[str(one["action_id"])] for one in kinds]
+        assert outcomes == ["applied", "applied", "rejected", "applied", "rejected"]
         assert advised(http, {"session_id": "nobody", "kv_hints": {"actions": kinds[:1]}})["keep", ""] == "deferred"
         long = {"actions": [action("pin", "pin")]}
         assert advised(http, {"session_id": "known", "kv_hints": long})["pin", ""] == "clipped"
@@ -199,4 +194,12 @@ def test_hints_without_a_prompt_have_a_limit_of_their_own() -> None:
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
         assert refused.headers["retry-after"] == "18"
         assert len(engine.forecasts) == 4, "what is refused changes nothing"
-        assert http.post("/v1/completions", json={"prompt": "x", "kedge": {"run": "r"}}).status_code == 200
+        plain, told = {"prompt": "x", "kedge": {"run": "r"}}, {"prompt": "x", "kedge": {"run": "s", "steps": {"a": 1}}}
+        assert http.post("/v1/completions", json=plain).status_code == 200
+        assert http.post("/v1/completions", json=told).status_code == 429, "its forecast is of the same kind"
+        allowed.full_at = 0.0
+        assert http.post("/v1/completions", json=told).status_code == 429, "its tokens are used up"
+        assert (len(engine.forecasts), allowed.full_at) == (4, 0.0)
+        keys.of_headers({}).allowed_tokens.full_at = 0.0
+        assert http.post("/v1/completions", json=told).status_code == 200
+        assert (len(engine.forecasts), allowed.full_at) == (5, 60 / 10)

@@ -384,10 +384,8 @@ async def answer_error(request: Request, error: Exception) -> JSONAnswer:
     if path.startswith("/v1/messages"):
         if isinstance(error, PromptTooLong):  # which clients look for
             body["error"]["message"] = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
-        body = {
-            "type": "error",
-            "error": {**body["error"], "type": ANTHROPIC_TYPES.get(failure.status, INVALID_REQUEST)},
-        }
+        kind = ANTHROPIC_TYPES.get(failure.status, INVALID_REQUEST)
+        body = {"type": "error", "error": {**body["error"], "type": kind}}
     return JSONAnswer(body, failure.status, headers=headers)
 
 

@@ -109,8 +109,7 @@ class AccessLogMiddleware:
             await send(message)
 
         try:
-            tracing = self._tracing.called(Headers(scope=scope)) if self._tracing else nullcontext()
-            with tracing:
+            with self._tracing.called(Headers(scope=scope)) if self._tracing else nullcontext():
                 await self._app(scope, receive, send_named)
         finally:
             method, ms = scope["method"], round((time.monotonic() - began) * 1e3, 1)

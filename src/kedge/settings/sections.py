@@ -346,8 +346,7 @@ class LimitSettings(QuotaSettings):
     tokens_per_minute: PositiveInt | None = None
     """Tokens of prompts and answers together; a minute's worth may be used at once."""
     hints_per_minute: PositiveInt = 12_000
-    """Hints without a prompt: one per call, and one more per agent in its forecast. A minute's worth may be used at
-    once."""
+    """Calls with hints alone, and agents in the forecasts of all calls. A minute's worth may be used at once."""
 
 
 class ServerSettings(SettingsSection):

@@ -28,7 +28,7 @@ from kedge.errors import (
 from kedge.guard import GuardOrders
 from kedge.hints import Hints
 from kedge.hints.values import MAX_EXPECTED
-from kedge.server.client_runs import values_for
+from kedge.server.client_runs import ClientRun, values_for
 from kedge.server.http import ERRORS, STREAMED, CallFailure, EventStream, JSONAnswer, TypedRoute, receipt, sent_as
 from kedge.server.logs import CLIENT_GONE
 from kedge.server.openai import prompts
@@ -130,6 +130,7 @@ class Generation:
     """
 
     requests: Sequence[GenerateRequest] = ()
+    run: ClientRun | None = None
     step: Step | None = None
     """The turn of the agent whose template is filled"""
     _span: GenerationSpan | None = None
@@ -147,8 +148,7 @@ class Generation:
             raise RequestError("tools", tools, "this server reads no tool calls (--tool-call-parser)")
         if hints.bindings is None:
             registered = tenant.workflows.get(hints.workflow)
-            is_known = registered is not None and hints.agent in registered.workflow.ids
-            agent = registered.agent(hints.agent) if registered and is_known else None
+            agent = registered.agent(hints.agent) if registered and hints.agent in registered.workflow.ids else None
             is_chat, mode = isinstance(body, ChatBody), service.settings.reuse or ReuseMode.EXACT
             most = service.settings.default_max_tokens if is_chat else COMPLETION_MAX_TOKENS
             sampling = SamplingParams(most, **service.sampling)
@@ -161,7 +161,6 @@ class Generation:
             registered = found("workflow", tenant.workflows, hints.workflow)
             agent, mode = registered.agent(hints.agent), service.settings.reuse or ReuseMode.TRANSLATE
             sampling = agent.sampling
-        self.run = service.client_runs.touch(tenant.namespace(hints.salt), hints, registered)
         self.registered, self.agent = registered, agent
         self.mode = hints.reuse or (registered.mode(agent, mode) if registered and agent else mode)
         self.sampling = body.sampling(replace(sampling, grammar=grammar))
@@ -174,8 +173,8 @@ class Generation:
         """Build and submit all requests, off the event loop. If that raises, none is submitted, and the run is as it
         was before.
         """
-        run, service, tenant, agent = self.run, self.caller.service, self.caller.tenant, self.hints.agent
-        fills, threads = self.hints.bindings is not None, service.threads
+        hints, service, tenant, agent = self.hints, self.caller.service, self.caller.tenant, self.hints.agent
+        fills, threads = hints.bindings is not None, service.threads
 
         def submit() -> list[Stream]:
             """Build and submit all requests or, if one is refused, none."""
@@ -194,7 +193,11 @@ class Generation:
 
         asked = len(self.body.prompts) if isinstance(self.body, CompletionBody) else 1
         count = self.body.choices_per_prompt * asked
+        if hints.steps:
+            tenant.allowed_hints.require()
         service.admit(tenant, count, "prompt" if asked > 1 else "n")
+        tenant.allowed_hints.use(len(hints.steps or ()))
+        run = self.run = service.client_runs.touch(tenant.namespace(hints.salt), hints, self.registered)
         if run and agent:
             self.step = run.call(agent, fills=fills)
         elif fills:
@@ -218,7 +221,7 @@ class Generation:
         for at, stream in enumerate(streams):
             threads.follow(stream, partial(self._take, at))
         if run and self.step and self.registered:
-            run.read(self.registered, self.step, self.requests[0], self.hints.reuse)
+            run.read(self.registered, self.step, self.requests[0], hints.reuse)
         if run and agent:
             service.client_runs.moved(run, agent, has_ended=False)
 
