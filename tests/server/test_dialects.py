@@ -15,6 +15,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.server.anthropic import MessagesBody
 from kedge.server.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
+from kedge.server.openai.tool_calls import Hermes
 from kedge.server.responses import ResponsesBody
 from kedge.types import SamplingParams
 from tests.server.conftest import CALL, MODEL, WEATHER, Talking, serving
@@ -158,9 +159,10 @@ def tools(kinds: Sequence[str | None]) -> list[dict[str, Any]]:
             input=[{"type": "function_call", "call_id": "c", "name": "x"}] * n, tools=tools(["function"] * n)
         ).chat(),
         lambda n: MessagesBody(**HI, tools=tools(["x", None] * n)).chat(),
+        lambda n: [*map(Hermes().read, ['<tool_call>"', *["</tool_call>"] * n])],
     ],
 )
-def test_what_reading_costs_grows_with_the_body(read: Callable[[int], object]) -> None:
+def test_what_reading_costs_grows_with_what_is_read(read: Callable[[int], object]) -> None:
     def steps(many: int) -> int:
         """How many lines are run."""
         lines, before = 0, sys.gettrace()

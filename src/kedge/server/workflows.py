@@ -67,12 +67,7 @@ MAX_WORKFLOWS, MAX_STEPS = 256, 1024
 MAX_FILE_BYTES = 256 << 10
 """Limit of a workflow file, since YAML is slow to read."""
 CREATED: Answers = {201: {"description": "Created", "content": {JSON: {"schema": {}}}}}
-FILE = {
-    "requestBody": {
-        "required": True,
-        "content": {kind: {"schema": {"type": "object"}} for kind in (JSON, *YAML)},
-    }
-}
+FILE = {"requestBody": {"required": True, "content": {kind: {"schema": {"type": "object"}} for kind in (JSON, *YAML)}}}
 
 
 # workflows ------------------------------------------------------------------------------------------------------------

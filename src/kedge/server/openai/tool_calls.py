@@ -81,6 +81,8 @@ class Hermes(AnswerReader):
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     mark, open, arguments, close, between = OPEN, f"{OPEN}\n", "arguments", f"\n{CLOSE}", "\n"
+    _at, _is_quoted = 0, False
+    """Where the open call goes on behind its last closing mark, and whether that was within a string"""
 
     def read(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         self._held += text
@@ -90,7 +92,7 @@ class Hermes(AnswerReader):
             found = self._first(rest, last=last)
             if found is None:
                 break
-            call, size = found
+            (call, size), self._at, self._is_quoted = found, 0, False
             calls += [call] if call else []
             is_dropped = call or (cut and self.CLOSE not in rest)
             content += before.rstrip() if is_dropped else before + self.OPEN + rest[:size]
@@ -111,15 +113,15 @@ class Hermes(AnswerReader):
 
         A closing mark within a string closes nothing.
         """
-        ends = [found.start() for found in re.finditer(self.CLOSE, rest)]
-        for end in ends:
-            if call := self._read(rest[:end]):
-                return call, end + len(self.CLOSE)
-            if len(_QUOTE.findall(rest[:end])) % 2 == 0:
-                return None, ends[0] + len(self.CLOSE)
+        while (end := rest.find(self.CLOSE, self._at)) >= 0:
+            self._is_quoted ^= len(_QUOTE.findall(rest, self._at, end)) % 2 == 1
+            self._at = end + len(self.CLOSE)
+            if not self._is_quoted:
+                call = self._read(rest[:end])
+                return call, self._at if call else rest.find(self.CLOSE) + len(self.CLOSE)
         if not last:
             return None
-        return (None, ends[0] + len(self.CLOSE)) if ends else (self._read(rest), len(rest))
+        return (None, rest.find(self.CLOSE) + len(self.CLOSE)) if self._at else (self._read(rest), len(rest))
 
     @staticmethod
     def _read(text: str) -> ToolCall | None:
