@@ -94,7 +94,14 @@ def test_every_hint_without_a_prompt_gets_an_outcome() -> None:
         assert advised(http, {"kedge": {"run": "r", "final": True}}) == {("final", ""): "applied"}
         assert advised(http, {}) == {}
         advised(http, {"kedge": {"session": "fresh", "keep_for": 1}})
-        assert not running.service.client_runs.by_tenant[TenantId("default")], "sessions take no room of runs"
+        spoken(http, "fresh")
+        runs = running.service.client_runs.by_tenant[TenantId("default")]
+        assert engine.requests[-1].run == "fresh" and not runs, "sessions take no room of runs"
+        spoken(http, "planned", agent="a", steps={"b": 1})
+        spoken(http, "planned", agent="b")
+        assert [(key.run_id, [*one.called]) for key, one in runs.items()] == [("planned", ["a", "b"])]
+        assert advised(http, {"kedge": {"session": "planned", "final": True}}) == {("final", ""): "rejected"}
+        assert not runs
 
 
 HOSTILE: dict[str, Any] = {

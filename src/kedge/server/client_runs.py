@@ -109,11 +109,14 @@ class ClientRuns:
         """So that no tenant's runs evict another's, in the order of their last calls."""
 
     def touch(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> ClientRun | None:
-        """Return the run that `hints` name, if any, and take the forecast in them."""
-        now, run = time.monotonic(), None
-        if hints.run:
-            key, runs = _key(namespace, hints), self.by_tenant[namespace.tenant]
-            run = runs.setdefault(key, ClientRun(key, now))
+        """Return the run that `hints` name, if any, and take the forecast in them. A session alone takes no room of
+        runs: nothing is known of what follows it.
+        """
+        now, key, runs = time.monotonic(), _key(namespace, hints), self.by_tenant[namespace.tenant]
+        is_session = hints.run == hints.session and not (hints.workflow or hints.steps is not None)
+        if hints.run and key not in runs and not is_session:
+            runs[key] = ClientRun(key, now)
+        if run := runs.get(key):
             run.heard = now
             runs.move_to_end(key)
         self._forget_old(now)

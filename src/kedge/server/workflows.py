@@ -380,10 +380,7 @@ async def hints(body: dict[str, Any], caller: TheCaller) -> Response:
     given = service.hints(tenant, body, caller.request.headers)
     tenant.allowed_hints.use(1 + len(given.steps or ()) + len(given.expects or ()))
     namespace = tenant.namespace(given.salt)
-    flow = tenant.workflows.get(given.workflow)
-    # The run that hints name may be their session alone, of which they bring no forecast.
-    is_session = given.run == given.session and not (given.workflow or given.steps is not None or given.final)
-    taken = [] if is_session else service.client_runs.hint(namespace, given, flow)
+    taken = service.client_runs.hint(namespace, given, tenant.workflows.get(given.workflow))
     taken += await asyncio.wrap_future(service.threads.wait(partial(service.engine.advise, namespace, given.turn)))
     data = {"object": "hints", "hints": given.to_dict(), "actions": outcomes(body, given, taken)}
     return JSONAnswer(data)
