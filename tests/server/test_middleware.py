@@ -1,5 +1,6 @@
 """Who may be meant by a call, and in what types bodies come: no page of another site does anything here."""
 
+import json
 import logging
 import os
 import signal
@@ -8,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import chain, repeat
 
 import httpx
 import pytest
@@ -168,6 +170,17 @@ def test_half_a_head_is_waited_for_only_so_long(running: Served, sent: bytes, mo
         opened.sendall(b"GET /health HTT")  # the second one of a connection
         while opened.recv(4096):
             pass
+
+
+def test_an_answer_that_nobody_reads_is_cut_off(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
+    body = json.dumps({"prompt": "x" * 8000, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True})
+    lines = ["Host: localhost", f"Authorization: Bearer {A}", f"Content-Length: {len(body)}"]
+    with running.connect(head(TEXT, *lines) + body.encode()) as opened:
+        wait_until(lambda: bool(running.engine.requests))
+        more = chain([b"GET / HTTP/1.1\r\nX: "], repeat(b"x"))  # that the next head comes meanwhile is no excuse
+        with pytest.raises(ConnectionError):
+            wait_until(lambda: not opened.send(next(more)))
 
 
 @pytest.mark.parametrize("rest", [b"", b"calhost\r\n\r\n"])

@@ -163,12 +163,10 @@ class CacheMetrics(Collector):
                 if name in found:
                     yield family(f"kedge:{name}", text, value=found[name])
         if guard:
-            by_state = GaugeMetricFamily(
-                "kedge:guard_placeholders", "Placeholders of agents by state.", labels=["state"]
-            )
+            states = GaugeMetricFamily("kedge:guard_placeholders", "Placeholders of agents by state.", labels=["state"])
             for state in GuardState:
-                by_state.add_metric([state], sum(one["state"] == state for one in guard["agents"]))
+                states.add_metric([state], sum(one["state"] == state for one in guard["agents"]))
             checks = CounterMetricFamily("kedge:guard_checks", "Checks by outcome.", labels=["outcome"])
             for outcome in ("done", "dropped"):
                 checks.add_metric([outcome], guard[f"checks_{outcome}"])
-            yield from (by_state, checks)
+            yield from (states, checks)

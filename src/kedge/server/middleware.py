@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from kedge.checks import parse_host
-from kedge.server.http import answer_error
+from kedge.server.http import BODY_SECONDS, answer_error
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol
@@ -73,9 +73,9 @@ def most_connections(most: int = 4096, spare: int = 128) -> int:
 
 
 class BoundedConnection(Protocol):
-    """A connection that is cut if the head of a request does not come in time.
+    """A connection that is cut if the head of a request does not come in time, or an answer is not read.
 
-    Once there are too many connections, the oldest of those that wait for a head is cut, else the new one.
+    Once there are too many connections, the oldest of those that wait for one of these is cut, else the new one.
     """
 
     head_seconds = 15.0
@@ -86,33 +86,45 @@ class BoundedConnection(Protocol):
         if len(self.connections) > most_connections():
             waiting: Any = [one for one in self.connections if getattr(one, "_waits", None)]
             min(waiting, key=lambda one: one._waits.when(), default=self).cut()
-        self._await_head()
+        self._wait(self.head_seconds)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._has_head()
+        self._go_on()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait(BODY_SECONDS)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._go_on()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete:  # else that of the next request, which has come already
-            self._await_head()
+            self._wait(self.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._has_head()
+        self._stop()
         super().connection_lost(exc)
 
     def cut(self) -> None:
         """End the connection at once."""
-        self._has_head()
+        self._stop()
         self.connections.discard(self)
         self.transport.abort()
 
-    def _await_head(self) -> None:
+    def _wait(self, seconds: float) -> None:
         if self._waits is None and not self.transport.is_closing():
-            self._waits = self.loop.call_later(self.head_seconds, self.cut)
+            self._waits = self.loop.call_later(seconds, self.cut)
 
-    def _has_head(self) -> None:
+    def _go_on(self) -> None:
+        """Wait for nothing while a request is answered and its client reads that."""
+        if self.cycle is not None and not (self.cycle.response_complete or self.flow.write_paused):
+            self._stop()
+
+    def _stop(self) -> None:
         if self._waits is not None:
             self._waits.cancel()
             self._waits = None

@@ -44,17 +44,12 @@ class OpenTelemetry:
             context.detach(token)
 
     def begin(
-        self,
-        operation: str,
-        name: str,
-        attributes: Mapping[str, Any],
-        within: Span | None = None,
-        kind: str = "INTERNAL",
+        self, operation: str, name: str, about: Mapping[str, Any], within: Span | None = None, kind: str = "INTERNAL"
     ) -> Span:
         """Begin a span `within` another one, or else within the caller's."""
-        about = _known({"gen_ai.provider.name": "kedge", "gen_ai.operation.name": operation, **attributes})
+        known = _known({"gen_ai.provider.name": "kedge", "gen_ai.operation.name": operation, **about})
         parent = set_span_in_context(within) if within else None
-        return self._tracer.start_span(f"{operation} {name}", parent, kind=SpanKind[kind], attributes=about)
+        return self._tracer.start_span(f"{operation} {name}", parent, kind=SpanKind[kind], attributes=known)
 
     def generation(self, operation: str, tenant: str) -> GenerationSpan:
         """Begin the span of a call's generations, before they are submitted."""

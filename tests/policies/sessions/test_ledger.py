@@ -15,18 +15,11 @@ from tests.policies.sessions.test_links import HERE, THERE, chain
 
 
 def test_the_hints_of_a_request_name_its_agent_in_all_runs_and_in_this_one() -> None:
-    request = GenerateRequest(
-        (Segment((1, 2), "p0"),),
-        tenant="t",
-        workflow="w",
-        run="r",
-        agent="a",
-        turn=TurnHints("s", "p", 2.5, True, 60.0, {"other": 1.0}),
-    )
-    space = Namespace("t")
-    agent = AgentKey(space, "", "r", "a")
+    turn = TurnHints("s", "p", 2.5, True, 60.0, {"other": 1.0})
+    request = GenerateRequest((Segment((1, 2), "p0"),), tenant="t", workflow="w", run="r", agent="a", turn=turn)
+    agent = AgentKey(Namespace("t"), "", "r", "a")
     assert SessionHints.of(request) == SessionHints(
-        "s", "p", 2.5, True, 60.0, {"other": 1.0}, flow=(space, "w", "a"), agent=agent
+        "s", "p", 2.5, True, 60.0, {"other": 1.0}, flow=(Namespace("t"), "w", "a"), agent=agent
     )
     assert SessionHints.of(GenerateRequest((Segment((1,), "p0"),))) == SessionHints()
 

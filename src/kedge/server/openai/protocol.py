@@ -95,11 +95,9 @@ class MessagePart(Body):
     @property
     def shown(self) -> str:
         """What the model reads."""
-        if self.type in DROPPED:
-            return ""
-        return (
-            self.text or self.refusal or ("" if self.is_read else f"[{brief(self.type)}: this model reads text only]")
-        )
+        if not self.is_read:
+            return f"[{brief(self.type)}: this model reads text only]"
+        return "" if self.type in DROPPED else self.text or self.refusal or ""
 
 
 Content = Annotated[
