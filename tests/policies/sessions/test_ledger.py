@@ -83,6 +83,19 @@ def test_an_agent_whose_prompts_grow_returns_when_its_forecast_says() -> None:
     assert not (ledger._places or ledger._agents or ledger._sessions), "nothing is left behind"
 
 
+def test_a_session_is_that_of_the_run_that_it_was_last_seen_in() -> None:
+    ledger = SessionLedger(100, lambda: 0.0)
+    first, last = (AgentKey(HERE, "", run, "writer") for run in ("first", "last"))
+    for agent in (first, last):
+        ledger.on_forecast({agent: NextRun(3.0)})
+        key = served(ledger, [1], SessionHints("mine", flow="writer", agent=agent))
+    assert ledger._sessions == {last: key}
+    ledger.on_forecast({first: None})
+    assert key in ledger.tracker
+    ledger.on_forecast({last: None})
+    assert ledger.advance().steps == {key: None} and not ledger._sessions
+
+
 def test_without_a_forecast_the_rank_counts_in_steps_of_the_observed_pace() -> None:
     now = 0.0
     ledger = SessionLedger(100, lambda: now)
@@ -137,9 +150,9 @@ class Desk:
         self.answer(turn)
         return turn.session
 
-    def say(self, namespace: Namespace = HERE, **said: object) -> list[tuple[str, ActionResult, str]]:
+    def say(self, namespace: Namespace = HERE, **said: object) -> dict[str, ActionResult]:
         outcomes = self.ledger.advise(namespace, TurnHints(**said))  # type: ignore[arg-type]
-        return [(one.action_id, one.outcome, one.session) for one in outcomes]
+        return {one.session or one.action_id: one.outcome for one in outcomes}
 
     def step(self, key: SessionKey) -> float:
         self.ledger.advance()
@@ -154,9 +167,9 @@ def test_an_idle_session_goes_first_or_is_kept_from_now_on() -> None:
     key = desk.turn(MINE)
     desk.now = 100.0
     usual = desk.step(key)
-    assert desk.say(session="mine", keep_for=0.0) == [("keep_for", APPLIED, "")]
+    assert desk.say(session="mine", keep_for=0.0) == {"keep_for": APPLIED}
     assert desk.step(key) == math.inf
-    assert desk.say(session="mine", keep_for=60.0) == [("keep_for", APPLIED, "")]
+    assert desk.say(session="mine", keep_for=60.0) == {"keep_for": APPLIED}
     assert desk.step(key) < usual / 10
     desk.now = 159.0
     kept = desk.step(key)
@@ -166,7 +179,7 @@ def test_an_idle_session_goes_first_or_is_kept_from_now_on() -> None:
 
 def test_what_stands_counts_after_every_answer_unless_the_request_says_otherwise() -> None:
     desk = Desk()
-    assert desk.say(session="mine", keep_for=0.0) == [("keep_for", DEFERRED, "")], "it is not known yet"
+    assert desk.say(session="mine", keep_for=0.0) == {"keep_for": DEFERRED}, "it is not known yet"
     assert desk.step(desk.turn(MINE)) == math.inf
     assert desk.step(desk.turn(MINE)) == math.inf
     assert desk.step(desk.turn(SessionHints("mine", keep_for=5.0))) < math.inf
@@ -176,10 +189,7 @@ def test_what_stands_counts_after_every_answer_unless_the_request_says_otherwise
 def test_a_session_in_flight_takes_it_with_its_answer_and_a_time_of_return_once() -> None:
     desk = Desk()
     turn = desk.arrive(MINE)
-    assert desk.say(session="mine", keep_for=0.0, returns_in=3.0) == [
-        ("keep_for", DEFERRED, ""),
-        ("returns_in", DEFERRED, ""),
-    ]
+    assert desk.say(session="mine", keep_for=0.0, returns_in=3.0) == {"keep_for": DEFERRED, "returns_in": DEFERRED}
     assert desk.step(turn.session) == 0.0
     desk.answer(turn)
     assert desk.step(turn.session) == 3.0, "a time of return goes before what is kept"
@@ -189,11 +199,11 @@ def test_a_session_in_flight_takes_it_with_its_answer_and_a_time_of_return_once(
 def test_a_session_ends_at_once_or_with_the_request_in_flight() -> None:
     desk = Desk()
     key = desk.turn(MINE)
-    assert desk.say(session="mine", is_last=True, keep_for=3.0) == [("keep_for", REJECTED, ""), ("final", APPLIED, "")]
-    assert desk.say(session="mine", is_last=True) == [("final", REJECTED, "")]
+    assert desk.say(session="mine", is_last=True, keep_for=3.0) == {"keep_for": REJECTED, "final": APPLIED}
+    assert desk.say(session="mine", is_last=True) == {"final": REJECTED}
     for ends in (desk.answer, desk.ledger.cancelled):
         turn = desk.arrive(MINE)
-        assert desk.say(session="mine", is_last=True) == [("final", DEFERRED, "")]
+        assert desk.say(session="mine", is_last=True) == {"final": DEFERRED}
         ends(turn)
         assert key not in desk.ledger.tracker
         assert desk.ledger.advance().steps[key] is None
@@ -203,15 +213,11 @@ def test_other_sessions_are_expected_where_they_are_idle() -> None:
     desk = Desk()
     key, running = desk.turn(MINE), desk.arrive(SessionHints("busy"))
     expects = {"mine": 4.0, "busy": 1.0, "stranger": 2.0}
-    assert desk.say(expects=expects) == [
-        ("expects", APPLIED, "mine"),
-        ("expects", REJECTED, "busy"),
-        ("expects", REJECTED, "stranger"),
-    ]
+    assert desk.say(expects=expects) == {"mine": APPLIED, "busy": REJECTED, "stranger": REJECTED}
     assert desk.step(key) == 4.0 and desk.step(running.session) == 0.0
-    assert desk.say(expects={"mine": math.inf}) == [("expects", APPLIED, "mine")]
+    assert desk.say(expects={"mine": math.inf}) == {"mine": APPLIED}
     assert desk.step(key) == math.inf
-    assert desk.say(session="mine", keep_for=9.0) == [("keep_for", APPLIED, "")], "the last word counts"
+    assert desk.say(session="mine", keep_for=9.0) == {"keep_for": APPLIED}, "the last word counts"
     assert desk.step(key) < math.inf
 
 
@@ -219,15 +225,12 @@ def test_nobody_speaks_for_another_tenant_or_for_nobody() -> None:
     desk = Desk()
     key = desk.turn(MINE)
     before = desk.step(key)
-    assert desk.say(THERE, session="mine", keep_for=0.0, returns_in=1.0) == [
-        ("keep_for", DEFERRED, ""),
-        ("returns_in", REJECTED, ""),
-    ]
-    assert desk.say(THERE, expects={"mine": 0.0}) == [("expects", REJECTED, "mine")]
-    assert desk.say(keep_for=1.0, returns_in=1.0, is_last=True) == [
-        ("keep_for", REJECTED, ""),
-        ("returns_in", REJECTED, ""),
-    ], "the end of a call without a session is that of its run"
+    assert desk.say(THERE, session="mine", keep_for=0.0) == {"keep_for": DEFERRED}
+    assert desk.say(THERE, session="mine", returns_in=1.0) == {"returns_in": REJECTED}
+    assert desk.say(THERE, expects={"mine": 0.0}) == {"mine": REJECTED}
+    # the end of a call without a session is that of its run
+    assert desk.say(is_last=True) == {}
+    assert desk.say(keep_for=1.0, returns_in=1.0, is_last=True) == {"keep_for": REJECTED, "returns_in": REJECTED}
     assert desk.step(key) == before
 
 

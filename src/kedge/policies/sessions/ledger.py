@@ -83,10 +83,11 @@ class SessionLedger:
         """Begin a turn. Its session is needed before all idle ones, and after those whose turns began earlier."""
         now = self._clock()
         key = self.tracker.arrive(namespace, chain, now, hints)
-        self._hold(key, next(self._arrivals))
         if hints.agent is not None:
+            self._forget(key)  # its last turn may have been in another run
             self._agents[key] = (hints.agent, hints.flow)
             self._sessions[hints.agent] = key
+        self._hold(key, next(self._arrivals))
         for other, seconds in hints.expects.items():
             self.tracker.expect(SessionKey(namespace, other), now, seconds)
         self._swaps_policy ^= self.guard.access(key, chain)
@@ -143,7 +144,7 @@ class SessionLedger:
         key, said = SessionKey(namespace, hints.session), _said(hints)
         if said and not hints.session:
             yield from (ActionOutcome(name, NAMELESS) for name in said)
-        elif hints.is_last:
+        elif hints.is_last and hints.session:
             yield from self._end(key, said)
         else:
             if hints.keep_for is not None:
@@ -272,9 +273,6 @@ def refused(hints: TurnHints, reason: str, outcome: ActionResult = ActionResult.
 
 def _said(hints: TurnHints) -> list[str]:
     """Return what is said of the session itself; the end of a call without a session is that of its run."""
-    given = {
-        "keep_for": hints.keep_for,
-        "returns_in": hints.returns_in,
-        "final": (hints.is_last and bool(hints.session)) or None,
-    }
+    ends = (hints.is_last and bool(hints.session)) or None
+    given = {"keep_for": hints.keep_for, "returns_in": hints.returns_in, "final": ends}
     return [name for name, value in given.items() if value is not None]
