@@ -139,8 +139,9 @@ def test_too_many_requests_over_http() -> None:
             running.client(A).completions.create(model=MODEL, prompt="x")
         assert caught.value.code == "rate_limit_exceeded"
         assert int(caught.value.response.headers["retry-after"]) in range(60, 74)
+        assert running.http(A).post("/v1/messages/count_tokens", json={"messages": []}).status_code == 429
         running.client(B).completions.create(model=MODEL, prompt="x")
-        assert 'status="429",tenant="a"} 1.0' in running.http(OPERATOR).get("/metrics").text
+        assert 'status="429",tenant="a"} 2.0' in running.http(OPERATOR).get("/metrics").text
 
 
 @pytest.mark.parametrize("stream", [False, True])

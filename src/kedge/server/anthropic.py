@@ -224,11 +224,14 @@ async def count_tokens(body: MessagesBody, caller: TheCaller) -> Response:
     service.check_model(body.model)
 
     def count() -> int:
-        chat = body.chat()
         try:
-            return sum(len(one.tokens) for one in prompts.of_chat(service.engine.tokenizer, chat))
+            return sum(len(one.tokens) for one in prompts.of_chat(service.engine.tokenizer, body.chat()))
         except PromptTooLong as error:
             return error.tokens
 
-    with sent_as(body.sent):
-        return JSONAnswer({"input_tokens": await service.threads.work(count)})
+    service.admit(caller.tenant, 1)
+    try:
+        with sent_as(body.sent):
+            return JSONAnswer({"input_tokens": await service.threads.work(count)})
+    finally:
+        caller.tenant.give_back()

@@ -57,8 +57,7 @@ def of_chat(tokenizer: Tokenizer, body: ChatBody) -> tuple[Segment, ...]:
         body.left_out.append("tools")
     places = _places(tokenizer, chat, whole)
     if body.continue_final_message:
-        last = places.get(len(chat.messages) - 1)
-        if last is None:
+        if (last := places.get(len(chat.messages) - 1)) is None:
             why = "the last message cannot be continued with this template"
             raise RequestError("messages", len(body.messages), why)
         whole = whole[: last[1]]
@@ -165,9 +164,8 @@ def _render(tokenizer: Tokenizer, chat: Conversation) -> tuple[str, Conversation
         try:
             rendered = _text(tokenizer, form)
             shows_tools = not form.tools or rendered != _text(tokenizer, form._replace(tools=()))
-            if shows_tools and (
-                silent == form.messages or rendered != _text(tokenizer, form._replace(messages=silent))
-            ):
+            has_calls = silent != form.messages
+            if shows_tools and not (has_calls and rendered == _text(tokenizer, form._replace(messages=silent))):
                 return rendered, form
         except RequestError as error:
             refusal = refusal or error
