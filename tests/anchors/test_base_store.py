@@ -104,7 +104,7 @@ def test_it_keeps_what_runs_are_to_read_and_else_what_was_used_last(steps: list[
             store.put_content(SPACE, content, (5,), random_kv(size, 1))
             use(("c", name, size), size, holds=False)
         elif step == "p":
-            store.put_prefix(SPACE, str(name), 1, random_kv(size, 1))
+            store.put_prefix(SPACE, str(name), {at: random_kv(1, at) for at in range(size)})
             use(("p", name, 0), size, holds=True)
         elif step == "t":
             store.put_shared_text(run, (7, *range(size)), random_kv(size, 1), "reader")
@@ -195,7 +195,7 @@ def test_room_for_a_template_is_no_runs() -> None:
     assert store.hold(key := PrefixKey(SPACE, "flow/agent"), 4, None) and store.prefixes(*key) is None
     store.end_run(RUN)
     assert store.is_expected(key)
-    store.put_prefix(*key, 1, random_kv(4, 1))
+    store.put_prefix(*key, {1: random_kv(4, 1)})
     assert store.prefixes(*key) and not store.hold(question(1), 8, RUN)
 
 

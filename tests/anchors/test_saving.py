@@ -51,9 +51,9 @@ def restored(records: Iterable[Record], anchors: AnchorStore) -> Restored:
 
 
 def brought_back(
-    anchors: AnchorStore, bases: BaseStore | None = None, **settings: Any
+    anchors: AnchorStore, bases: BaseStore | None = None, room: int = 1 << 20, **settings: Any
 ) -> tuple[AnchorStore, BaseStore]:
-    new, new_bases = AnchorStore(AnchorSettings(**settings)), BaseStore(1 << 20)
+    new, new_bases = AnchorStore(AnchorSettings(**settings)), BaseStore(room)
     restored(records(anchors, bases or BaseStore(1)), new).install(new, new_bases)
     new.check_integrity()
     new_bases.check_integrity()
@@ -100,8 +100,7 @@ def test_what_is_restored_keeps_to_the_bounds_of_its_new_home() -> None:
 
 def test_base_kv_of_templates() -> None:
     bases, mine = BaseStore(1 << 20), Namespace("a")
-    for index in (1, 3):
-        bases.put_prefix(mine, "t", index, random_kv(4 + index, index))
+    bases.put_prefix(mine, "t", {index: random_kv(4 + index, index) for index in (1, 3)})
     bases.put_content(mine, (1, 2), (), random_kv(2, 9))
     _, new = brought_back(AnchorStore(AnchorSettings()), bases)
     assert new.stats().values == 0
@@ -109,6 +108,8 @@ def test_base_kv_of_templates() -> None:
     parts = new.prefixes(mine, "t")
     assert {index: kv.tokens for index, kv in parts.items()} == {1: 5, 3: 7}
     assert torch.equal(parts[3].keys, random_kv(7, 3).keys)
+    _, small = brought_back(AnchorStore(AnchorSettings()), bases, room=random_kv(11, 1).nbytes)
+    assert small.prefixes(mine, "t") is None, "a part of it would count as all, and the rest never be asked for"
 
 
 def test_a_signature_changes_with_what_is_learned() -> None:
@@ -122,9 +123,9 @@ def test_a_signature_changes_with_what_is_learned() -> None:
     assert signature_of(store, bases, POOL) is None
     key = PrefixKey(Namespace("a"), "t")
     assert signature_of(store, bases, key) is None
-    bases.put_prefix(*key, 1, random_kv(2, 1))
+    bases.put_prefix(*key, {1: random_kv(2, 1)})
     one = signature_of(store, bases, key)
-    bases.put_prefix(*key, 1, random_kv(2, 2))
+    bases.put_prefix(*key, {1: random_kv(2, 2)})
     assert one is not None and signature_of(store, bases, key) != one
 
 

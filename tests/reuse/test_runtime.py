@@ -140,8 +140,8 @@ def test_base_kv_for_which_there_is_no_room_is_not_asked_for(has_template: bool)
         assert not stage.runtime.needs(second, is_new=True) or has_template
         assert len(stage.runtime.needs(first)) == 1 + has_template, "it is to be waited for"
         assert len(stage.runtime.needs(second)) == has_template, "the template that both have"
-    for cut in (cut for need in stage.runtime.needs(first, is_new=True) for cut in need.cuts):
-        cut.keep(random_kv(cut.stop - cut.start, 1))
+    for need in stage.runtime.needs(first, is_new=True):
+        need.keep(random_kv(len(need.tokens), 1).slice)
     assert not stage.runtime.needs(first, is_new=True) and not stage.runtime.needs(second, is_new=True)
     stage.runtime.end_run(first.run_key)
     assert len(stage.runtime.needs(second, is_new=True)) == 1
@@ -320,9 +320,8 @@ def test_a_value_is_translated_from_the_prompt_of_its_last_reader_and_learned_in
             found = stage.runtime.planner.sample_of_reader(asked, here)
             assert found is not None and torch.equal(found.base.keys, kv[reader].slice(there.start, there.stop).keys)
             assert found.pool.placeholder.endswith(f"<{template_key(its)}")
-    key = template_key(prompts["third"])
-    for one in layout(prompts["third"])[2::2]:
-        stage.bases.put_prefix(prompts["third"].namespace, key, one.index, random_kv(len(one), 50 + one.index))
+    template = {one.index: random_kv(len(one), 50 + one.index) for one in layout(prompts["third"])[2::2]}
+    stage.bases.put_prefix(prompts["third"].namespace, template_key(prompts["third"]), template)
     list(stage.runtime.observe(prompts["third"], kv["third"].slice))
     learned = {pool.placeholder.partition("<")[0] for pool in stage.anchors.pools}
     assert learned == {"question", "question+", "answer", "answer+"}
@@ -332,8 +331,8 @@ def test_of_values_that_follow_each_other_each_is_learned_once_as_what_it_is() -
     """The second one as the text behind the first would be learned without the text behind itself."""
     stage, prompts = Taught(0, move="unlearned"), [with_answer(agent) for agent in ("first", "second")]
     first, second = (replace(one, segments=(*one.segments[:2], *one.segments[3:])) for one in prompts)
-    for one in layout(second)[3:]:
-        stage.bases.put_prefix(second.namespace, template_key(second), one.index, random_kv(len(one), 50))
+    template = {one.index: random_kv(len(one), 50) for one in layout(second)[3:]}
+    stage.bases.put_prefix(second.namespace, template_key(second), template)
     read = random_kv(first.prompt_tokens, 1).slice
     stage.runtime.keep_base(first, read)
     assert [one.index for one in stage.runtime.observe(second, read)] == [1, 2, 3]
@@ -393,7 +392,7 @@ class Moving(Taught):
         asked = self.answered(seed)
         plan = self.runtime.plan(asked, ())
         if has_template:  # it is computed beside the first prompt
-            self.bases.put_prefix(asked.namespace, template_key(asked), 2, self.template)
+            self.bases.put_prefix(asked.namespace, template_key(asked), {2: self.template})
         if self.runtime.wants_harvest(asked, plan):
             list(self.runtime.observe(asked, self.real[seed].slice, plan))
         return plan

@@ -113,7 +113,7 @@ class BaseStore:
         """Keep the base KV that a producer's decoding left. It may lack that of the last token, which was drawn and
         never run through the model.
         """
-        self._put(_SampleKey(run, sample), 0, kv, tokens, run)
+        self._put(_SampleKey(run, sample), {0: kv}, tokens, run)
 
     def put_content(
         self, namespace: Namespace, tokens: Tokens, base_context: Tokens, kv: KVSegment, run: RunKey | None = None
@@ -121,11 +121,11 @@ class BaseStore:
         """Keep the result of a short prefill of `base_context + tokens`, for every run that has the same value; `run`
         is going to read it.
         """
-        self._put(ContentKey(namespace, tokens, base_context), 0, kv, tokens, run)
+        self._put(ContentKey(namespace, tokens, base_context), {0: kv}, tokens, run)
 
-    def put_prefix(self, namespace: Namespace, template: str, index: int, kv: KVSegment) -> None:
-        """Keep the base KV of the prefix segment that is number `index` of a template's segments."""
-        self._put(PrefixKey(namespace, template), index, kv, ())
+    def put_prefix(self, namespace: Namespace, template: str, parts: Mapping[int, KVSegment]) -> None:
+        """Keep the base KV of a template's prefix segments by segment index: of all, or of none for want of room."""
+        self._put(PrefixKey(namespace, template), parts, ())
 
     def put_shared_text(self, run: RunKey, text: Tokens, kv: KVSegment, reader: str) -> None:
         """Keep the KV that the prompt of `reader` has of the last tokens of `text`, which it reads from its first value
@@ -138,7 +138,7 @@ class BaseStore:
         earlier = self._readers.get(key[:3], {})
         for one in earlier.values():  # the next reader starts from this one's
             self._entries[one].held_until = 0
-        self._put(key, 0, kv, text[len(text) - kv.tokens :], run, reader)
+        self._put(key, {0: kv}, text[len(text) - kv.tokens :], run, reader)
         if key in self._entries:
             self._readers.setdefault(key[:3], {})[reader] = key
 
@@ -234,13 +234,12 @@ class BaseStore:
             raise PlanError("nbytes", real, f"{self._max_bytes} are allowed")
 
     def _put(
-        self, key: _Key, index: int, kv: KVSegment, tokens: Tokens, run: RunKey | None = None, reader: str = ""
+        self, key: _Key, parts: Mapping[int, KVSegment], tokens: Tokens, run: RunKey | None = None, reader: str = ""
     ) -> None:
-        known = self._entries[key].parts if isinstance(key, PrefixKey) and key in self._entries else {}
-        parts = {**known, index: kv.owned()}
+        owned = {index: kv.owned() for index, kv in parts.items()}
         self._drop(key)
-        nbytes = sum(part.nbytes for part in parts.values())
-        self._add(key, StoredBase(next(self._serials), nbytes, parts, tokens, reader, run))
+        nbytes = sum(kv.nbytes for kv in owned.values())
+        self._add(key, StoredBase(next(self._serials), nbytes, owned, tokens, reader, run))
 
     def _add(self, key: _Key, new: StoredBase) -> bool:
         """Add an entry, held where it is a run's or a template's. Returns False where what would have to make room for

@@ -120,8 +120,8 @@ class Restored:
         """
         self._anchors, self._like = anchors, like
         self._pools: dict[PoolKey, AnchorPool] = {}
-        self._bases: list[tuple[LastingKey, int, KVSegment]] = []
-        """Base KV of prefix segments, with their numbers in the template, and of values"""
+        self._bases: list[tuple[LastingKey, dict[int, KVSegment]]] = []
+        """Base KV of templates' prefix segments by segment index, and of values as number 0"""
 
     def add(self, record: Record) -> None:
         """Rebuild one record. Raises `StateDamaged` for an invalid one, and adds nothing then."""
@@ -131,28 +131,28 @@ class Restored:
                 key = PoolKey(Namespace.parse(space), WorkflowId(workflow), placeholder)
                 self._pools[key] = self._pool(record)
             else:
-                self._bases += self._base(record)
+                self._bases.append(self._base(record))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, KedgeError) as error:
             raise StateDamaged("record", record.name, f"is malformed: {error!r}") from error
 
     def install(self, anchors: AnchorStore, bases: BaseStore) -> None:
         """Replace everything learned by the restored content. Called by the owner's thread."""
         bases.clear()
-        for key, index, kv in self._bases:
+        for key, parts in self._bases:
             if isinstance(key, PrefixKey):
-                bases.put_prefix(*key, index, kv)
+                bases.put_prefix(*key, parts)
             else:
-                bases.put_content(*key, kv)
+                bases.put_content(*key, parts[0])
         anchors.adopt(self._pools)
 
-    def _base(self, record: Record) -> list[tuple[LastingKey, int, KVSegment]]:
+    def _base(self, record: Record) -> tuple[LastingKey, dict[int, KVSegment]]:
         kind, space, name = record.name
         namespace = Namespace.parse(space)
         if kind == TEMPLATE:
             segments = record.data["segments"]
-            return [(PrefixKey(namespace, name), index, self._kv(record, f"{index}.")) for index in segments]
+            return PrefixKey(namespace, name), {index: self._kv(record, f"{index}.") for index in segments}
         tokens, context = (tuple(record.tensors[part].tolist()) for part in ("tokens", "context"))
-        return [(ContentKey(namespace, tokens, context), 0, self._kv(record))]
+        return ContentKey(namespace, tokens, context), {0: self._kv(record)}
 
     def _kv(self, record: Record, part: str = "") -> KVSegment:
         return KVSegment(*(record.tensors[f"{part}{half}"].to(self._like.device) for half in ("keys", "values")))

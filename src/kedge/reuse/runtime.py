@@ -42,21 +42,13 @@ ReadKV = Callable[[int, int], "KVSegment"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A part of a base prefill that is kept, and where it goes."""
-
-    start: int
-    stop: int
-    keep: Callable[[KVSegment], None]
-
-
-@dataclass(frozen=True, slots=True)
 class BaseNeed:
-    """A base prefill that is worth doing off the critical path: its tokens and what to keep of its KV."""
+    """A base prefill that is worth doing off the critical path."""
 
     namespace: Namespace
     tokens: Tokens
-    cuts: tuple[Cut, ...]
+    keep: Callable[[ReadKV], None]
+    """Keeps what is needed of its KV: all of that, or nothing"""
 
 
 class _Counts:
@@ -170,14 +162,8 @@ class Runtime:
             return missing
         if not self._has_room(PrefixKey(request.namespace, key), sum(map(len, later)), None, is_new):
             return missing
-        cuts, start = [], 0
-        for one in placed:
-            size = len(one.segment.placeholder_text) if one.segment.is_placeholder else len(one)
-            if one in later:
-                keep = partial(self._bases.put_prefix, request.namespace, key, one.index)
-                cuts.append(Cut(start, start + size, keep))
-            start += size
-        return [BaseNeed(request.namespace, template_tokens(request), tuple(cuts)), *missing]
+        keep = partial(self._keep_template, request)
+        return [BaseNeed(request.namespace, template_tokens(request), keep), *missing]
 
     def prerequisites(
         self, request: GenerateRequest, exact_tokens: int, *, of_later_readers: bool = False
@@ -218,7 +204,7 @@ class Runtime:
         exact = request.prompt_tokens if plan is None else plan.exact_tokens
         for one in self._in_place(request):
             if one.stop <= exact:
-                self._keep_value(request, one, read(one.start, one.stop))
+                self._keep_value(request, one, one.start, read)
         for one in self._shared_texts(request, plan):
             text, kv = shared_text(request, one), read(one.start, one.stop)
             self._bases.put_shared_text(request.run_key, text, kv, template_key(request))
@@ -367,15 +353,25 @@ class Runtime:
         self._bases.note_read(request.run_key, segment.sample, segment.tokens, segment.base_context, is_last=is_last)
 
     def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
-        segment = placed.segment
-        lead = len(segment.base_context)
-        keep = partial(self._keep_value, request, placed)
-        cut = Cut(lead, lead + len(placed), keep)
-        return BaseNeed(request.namespace, segment.base_context + segment.tokens, (cut,))
+        tokens = placed.segment.base_context + placed.segment.tokens
+        keep = partial(self._keep_value, request, placed, len(placed.segment.base_context))
+        return BaseNeed(request.namespace, tokens, keep)
 
-    def _keep_value(self, request: GenerateRequest, placed: Placed, kv: KVSegment) -> None:
+    def _keep_template(self, request: GenerateRequest, read: ReadKV) -> None:
+        """Keep the base KV of a template's later prefix segments."""
+        parts: dict[int, KVSegment] = {}
+        placed, start = layout(request), 0
+        later = later_prefixes(placed)
+        for one in placed:
+            size = len(one.segment.placeholder_text) if one.segment.is_placeholder else len(one)
+            if one in later:
+                parts[one.index] = read(start, start + size)
+            start += size
+        self._bases.put_prefix(request.namespace, template_key(request), parts)
+
+    def _keep_value(self, request: GenerateRequest, placed: Placed, start: int, read: ReadKV) -> None:
         """Keep base KV that was made off the critical path, and look up now what its next reader would look up."""
-        segment = placed.segment
+        segment, kv = placed.segment, read(start, start + len(placed))
         self._bases.put_content(request.namespace, segment.tokens, segment.base_context, kv, request.run_key)
         if sample := self.planner.sample(request, placed):
             self._anchors.prepare(sample)

@@ -138,7 +138,7 @@ class Learning:
         queued = next((job for job in self._jobs if job.tokens == tokens and job.namespace == need.namespace), None)
         if queued is None:
             key = RequestId(f"base-{new_request_id()}")
-            queued = BaseJob(key, need.namespace, tokens, cuts=need.cuts, wanted_by=sequence.key)
+            queued = BaseJob(key, need.namespace, tokens, keep=need.keep, wanted_by=sequence.key)
             self._jobs.append(queued)
             self._wanted[sequence.key] += 1
         return queued
@@ -152,8 +152,7 @@ class Learning:
         assert job.table is not None
         self._remove(job)
         try:
-            for cut in job.cuts:
-                cut.keep(self._storage.read(job.table, cut.start, cut.stop))
+            job.keep(partial(self._storage.read, job.table))
             self._counts["base_prefills_done"] += 1
         except Exception:  # out of memory, say: it will be asked for again
             self._counts["failed"] += 1

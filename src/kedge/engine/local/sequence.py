@@ -3,6 +3,7 @@ batch that several of them make in one pass.
 """
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import Self
@@ -20,7 +21,7 @@ from kedge.reuse.ahead import ExpectedPrompt
 from kedge.reuse.layout import known_segments
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.reasons import with_reasons
-from kedge.reuse.runtime import Cut
+from kedge.reuse.runtime import ReadKV
 from kedge.types import (
     Completion,
     FinishReason,
@@ -82,11 +83,11 @@ class Sequence:
         return False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class BaseJob(Sequence):
-    """A base prefill off the critical path: a short prefill that is cut into segments and kept."""
+    """A base prefill off the critical path: a short prefill whose KV is kept."""
 
-    cuts: tuple[Cut, ...] = ()
+    keep: Callable[[ReadKV], None]
     is_awaited: bool = False
     """Whether a request waits for it; then it counts as that request's own work."""
     wanted_by: RequestId | None = None

@@ -239,8 +239,7 @@ class Learner:
             self._runtime.keep_response(request, order.response, kv)
             self._answer_seconds = time.monotonic() - began
         elif need := self._needs.pop((request.namespace, request.tokens), None):
-            for cut in need.cuts:
-                cut.keep(self.pages.read(table, cut.start, cut.stop))
+            need.keep(partial(self.pages.read, table))
         elif self.rotation.refusal in (None, UNCHECKED) and request.wants_translation:
             read: ReadKV = partial(self.pages.read, table)
             written = self._written.pop(request.request_id, None)
