@@ -307,10 +307,8 @@ class GenerateRequest:
 
     @cached_property
     def template_digest(self) -> str:
-        """Digest of the template and of its values' base contexts, and of the guard's epoch."""
+        """Digest of the template's wording and of its values' base contexts."""
         digest = hashlib.blake2b(digest_size=8)
-        if self.guard.epoch:
-            digest.update(b"epoch %d" % self.guard.epoch)
         for segment in self.segments:
             digest.update(segment.name.encode())
             fixed = segment.base_context if segment.is_placeholder else segment.tokens

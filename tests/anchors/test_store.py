@@ -226,12 +226,10 @@ def test_an_observation_that_fails_leaves_nothing(
 
 def test_a_value_that_is_not_finite_leaves_nothing() -> None:
     store = filled(range(3), **TOKEN)
-    value = sample(9)
-    real = KVSegment(value.base.keys * float("nan"), value.base.values)
-    with pytest.raises(TranslationRefused):
-        store.observe(SLOT, value, real, PREFIX_BASE, PREFIX_BASE)
-    with pytest.raises(TranslationRefused):  # a known value, of which only the calibration would learn
-        store.observe(SLOT, sample(1), KVSegment(real.keys, real.values), PREFIX_BASE, PREFIX_BASE)
+    real = KVSegment(sample(9).base.keys * float("nan"), sample(9).base.values)
+    for value in (sample(9), sample(1)):  # of a known one only the calibration would learn
+        with pytest.raises(TranslationRefused):
+            store.observe(SLOT, value, real, PREFIX_BASE, PREFIX_BASE)
     store.check_integrity()
     assert store.stats().anchors == 3
     assert store.estimate(SLOT, sample(2)).shareable
@@ -258,10 +256,7 @@ def test_agents_that_learned_in_another_order_share_a_match(
 ) -> None:
     critic = PlaceholderSite("critic", 1)
     values = [sample(seed) for seed in range(6)]
-    alone, store = AnchorStore(AnchorSettings(**settings)), AnchorStore(AnchorSettings(**settings))
-    for value in values:
-        observe(store, value)
-        observe(alone, value)
+    alone, store = (filled(range(6), **settings) for _ in range(2))
     for value in reversed(values):
         observe(store, value, critic)
     calls, estimator = [], type(store._estimator)
@@ -278,12 +273,8 @@ def test_agents_that_learned_in_another_order_share_a_match(
 
 def test_tenants_workflows_and_placeholders_share_nothing() -> None:
     store = filled(range(5), **TOKEN)
-    for pool in (
-        POOL._replace(namespace=Namespace("other")),
-        POOL._replace(workflow="other"),
-        POOL._replace(placeholder="x"),
-    ):
-        assert store.estimate(SLOT, sample(0, pool=pool)).reason == "no anchor of this agent yet"
+    for other in ({"namespace": Namespace("other")}, {"workflow": "other"}, {"placeholder": "x"}):
+        assert store.estimate(SLOT, sample(0, pool=POOL._replace(**other))).reason == "no anchor of this agent yet"
 
 
 def test_a_full_pool_keeps_its_anchors_for_a_value_that_is_shareable_anyway() -> None:
@@ -328,8 +319,7 @@ def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
         pool = POOL._replace(placeholder=f"p{number % 7}")
         value = sample(number, 1 + number * 7 % 13, pool=pool)
         site = PlaceholderSite(f"agent{number % 5}", number % 2)
-        base = value.base
-        store.observe(site, value, in_context(base, 3))
+        store.observe(site, value, in_context(value.base, 3))
         store.estimate(site, value)
         if number % 100 == 99:
             store.check_integrity()
@@ -341,11 +331,8 @@ def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
 
 
 def test_memory_is_bounded_and_the_least_used_go_first() -> None:
-    store = filled(range(4), **OPEN)
-    limit = store.nbytes()
-    store = AnchorStore(AnchorSettings(**OPEN, max_bytes=limit))
-    for seed in range(4):
-        observe(store, sample(seed))
+    limit = filled(range(4), **OPEN).nbytes()
+    store = filled(range(4), **OPEN, max_bytes=limit)
     for seed in (0, 1, 3):
         store.use(store.estimate(SLOT, sample(seed)))
     observe(store, sample(9))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from kedge.types import GenerateRequest, ReuseMode, Segment, Tokens
@@ -79,7 +79,7 @@ def template_key(request: GenerateRequest) -> str:
     another wording, or against other base KV, is never used, nor what was observed before the guard discarded the
     agent's anchors.
     """
-    return f"{request.workflow}/{request.agent}/{request.template_digest}"
+    return f"{request.workflow}/{request.agent}/{request.template_digest}{request.guard.epoch or ''}"
 
 
 def plan_key(request: GenerateRequest) -> tuple[ReuseMode, frozenset[str], int | None, str]:
@@ -87,10 +87,10 @@ def plan_key(request: GenerateRequest) -> tuple[ReuseMode, frozenset[str], int |
     return request.reuse, request.guard.withheld, request.guard.rung, template_key(request)
 
 
-def template_tokens(request: GenerateRequest) -> tuple[int, ...]:
+def template_of(request: GenerateRequest) -> GenerateRequest:
     """Return the template itself as a prompt: every placeholder is replaced by its name as text."""
-    parts = (s.placeholder_text if s.is_placeholder else s.tokens for s in request.segments)
-    return tuple(token for part in parts for token in part)
+    segments = (replace(s, tokens=s.placeholder_text) if s.is_placeholder else s for s in request.segments)
+    return replace(request, segments=tuple(segments))
 
 
 def later_prefixes(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:

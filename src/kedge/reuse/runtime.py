@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING
 
 from kedge.anchors.anchor import PlaceholderSite, PoolKey
 from kedge.anchors.base_store import BaseStore, ContentKey, LastingKey, PrefixKey
-from kedge.reuse.layout import (
-    Placed,
-    later_prefixes,
-    layout,
-    reads_in_place,
-    shared_text,
-    template_key,
-    template_tokens,
-)
+from kedge.reuse.layout import Placed, later_prefixes, layout, reads_in_place, shared_text, template_key, template_of
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.planner import Planner, pool_of
 from kedge.settings import PlannerSettings
@@ -163,7 +155,7 @@ class Runtime:
         if not self._has_room(PrefixKey(request.namespace, key), sum(map(len, later)), None, is_new):
             return missing
         keep = partial(self._keep_template, request)
-        return [BaseNeed(request.namespace, template_tokens(request), keep), *missing]
+        return [BaseNeed(request.namespace, template_of(request).tokens, keep), *missing]
 
     def prerequisites(
         self, request: GenerateRequest, exact_tokens: int, *, of_later_readers: bool = False
@@ -191,8 +183,7 @@ class Runtime:
     def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KVSegment) -> None:
         """Keep an answer's own KV, but perhaps that of its last token, as base KV of the placeholder that it fills."""
         if self.learns(request) and request.produces is not None:
-            run, sample = request.run_key, request.produces
-            self._bases.put_sample(run, sample, tokens, kv)
+            self._bases.put_sample(request.run_key, request.produces, tokens, kv)
 
     def keep_base(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> None:
         """Keep from a computed prompt what other prompts of its run read: the base KV of values that it reads in their
@@ -359,14 +350,8 @@ class Runtime:
 
     def _keep_template(self, request: GenerateRequest, read: ReadKV) -> None:
         """Keep the base KV of a template's later prefix segments."""
-        parts: dict[int, KVSegment] = {}
-        placed, start = layout(request), 0
-        later = later_prefixes(placed)
-        for one in placed:
-            size = len(one.segment.placeholder_text) if one.segment.is_placeholder else len(one)
-            if one in later:
-                parts[one.index] = read(start, start + size)
-            start += size
+        later = later_prefixes(layout(template_of(request)))
+        parts = {one.index: read(one.start, one.stop) for one in later}
         self._bases.put_prefix(request.namespace, template_key(request), parts)
 
     def _keep_value(self, request: GenerateRequest, placed: Placed, start: int, read: ReadKV) -> None:

@@ -18,7 +18,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.guard import GuardOrders
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import SlotTable
-from kedge.reuse.layout import Placed, layout, shared_text, template_tokens
+from kedge.reuse.layout import Placed, layout, shared_text, template_of
 from kedge.runner.run import run
 from kedge.settings import PlannerConstants
 from kedge.types import GenerateRequest, RequestId, ReuseMode, SampleId, Source, Tokens
@@ -110,7 +110,7 @@ class TeamTwin:
             return self._reference.dense(segment.base_context + segment.tokens)[0].slice(len(segment.base_context))
         before = (part.segment for part in placed[: one.index])
         start = sum(len(part.placeholder_text if part.is_placeholder else part.tokens) for part in before)
-        return self._reference.dense(template_tokens(request))[0].slice(start, start + len(one))
+        return self._reference.dense(template_of(request).tokens)[0].slice(start, start + len(one))
 
 
 class Told(Recorder):

@@ -270,7 +270,7 @@ def test_every_budget_has_a_rung_of_its_own() -> None:
     assert serving(proof) == 1 and proof.serving[BUDGET].calls == 30
     for number in range(1, 100):
         proof.choose(BUDGET + number, ALPHA)
-    assert len(proof.serving) < 10, "a client could else fill the memory"
+    assert len(proof.serving) < 20, "a client could else fill the memory"
 
 
 def test_discarded_anchors_prove_nothing() -> None:
@@ -315,7 +315,7 @@ def go_on(proof: Proof, findings: list[RungFinding]) -> None:
 
 
 def saved(proof: Proof) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(json.dumps(SavedProof.of("solver", proof).model_dump(mode="json")))
+    data: dict[str, Any] = json.loads(json.dumps(SavedProof.of("solver", "0a1b", proof).model_dump(mode="json")))
     return data
 
 
@@ -327,7 +327,7 @@ def test_a_restored_proof_goes_on_as_if_nothing_had_happened(
     go_on(proof, before)
     read = SavedProof.model_validate(saved(proof))
     restored = read.proof()
-    assert read.agent == "solver"
+    assert (read.agent, read.wording) == ("solver", "0a1b")
     go_on(proof, after)
     go_on(restored, after)
     assert restored.rungs == proof.rungs and restored.noise == proof.noise

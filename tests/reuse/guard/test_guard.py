@@ -3,8 +3,9 @@
 import itertools
 import json
 import logging
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf
 
 import pytest
@@ -13,7 +14,7 @@ from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardNote, GuardOrd
 from kedge.reuse.guard import fidelity
 from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.fidelity import LEARNING, LEAST, RUNGS, RungFinding
+from kedge.reuse.guard.fidelity import LEARNING, LEAST, MAX_PROOFS, RUNGS, RungFinding
 from kedge.reuse.guard.fidelity import SETTLED as ENOUGH
 from kedge.reuse.guard.guard import MORE, QualityGuard, SavedGroup
 from kedge.reuse.guard.record import SETTLED, TRIALS
@@ -260,7 +261,7 @@ SHADOW, OFF = (GuardOrders(mode) for mode in (GuardMode.SHADOW, GuardMode.OFF))
 
 def unlike(of: GenerateRequest) -> GenerateRequest:
     """A request like this with a value of its own."""
-    return replace(of, segments=(*of.segments, replace(of.segments[1], tokens=(next(new_tokens),))))
+    return replace(of, segments=(of.segments[0], replace(of.segments[1], tokens=(next(new_tokens),)), *of.segments[2:]))
 
 
 def find(guard: QualityGuard, of: GenerateRequest, rung: int, divergence: float = 0.0, times: int = LEAST) -> None:
@@ -304,6 +305,21 @@ def test_a_proved_rung_serves_its_agent_alone() -> None:
     for other in (request("a", agent="critic"), request("a", tenant="other")):
         assert guard.verdict(other).orders.withholds("a")
         assert guard.fidelity(other) is not None and guard.fidelity(other).rung == ""  # type: ignore[union-attr]
+
+
+def test_another_wording_of_its_template_is_proved_by_itself() -> None:
+    """Also for what is moved without anchors: the new role may want the opposite of what the old one did."""
+    guard, asked = proved(MOVED), request("a")
+    checked(guard, asked, SETTLED)
+    head, value, end = asked.segments
+    for segments in ((replace(head, tokens=(9,)), value, end), (head, replace(value, base_context=(9,)), end)):
+        other = replace(asked, segments=segments)
+        assert guard.verdict(other).orders.withholds("a") and guard.fidelity(other).checks == 0  # type: ignore[union-attr]
+        find(guard, other, MOVED)
+        assert guard.verdict(other).orders.rung == MOVED and checked(guard, other, SETTLED) == 1.0
+        guard.verdict(unproved := replace(asked, segments=(head, *segments)))
+        assert guard.stats()[0]["fidelity"] == asdict(guard.fidelity(unproved)), "of the wording that was asked last"
+    assert guard.verdict(asked).orders.rung == MOVED and guard.verdict(asked).is_settled
 
 
 def test_a_request_may_have_a_budget_of_its_own() -> None:
@@ -441,14 +457,15 @@ def test_what_is_proved_is_saved_with_the_records() -> None:
     find(guard, request("a", agent="critic"), MOVED, 10 * BUDGET)
     guard.observe(request("a", tenant="other"), ("a",), CHANGED)
     saved = json.loads(json.dumps([*guard.saved().items()]))
-    other.restore(
-        {group: SavedGroup.model_validate(data) for group, (_, data) in zip(guard.saved(), saved, strict=True)}
-    )
+    groups = {group: SavedGroup.model_validate(data) for group, (_, data) in zip(guard.saved(), saved, strict=True)}
+    other.restore(groups)
     assert other.saved() == guard.saved()
     assert other.verdict(request("a")).orders.rung == ANCHORS
     assert other.verdict(request("a", agent="critic")).orders.withholds(EVERYTHING)
     assert orders(other, request("a", tenant="other")).withholds("a")
-    other.restore({})
+    for proof in (proof for group in groups.values() for proof in group.proofs):
+        proof.wording = ""  # as earlier versions saved it
+    other.restore(groups)
     assert other.verdict(request("a")).orders.withholds("a")
 
 
@@ -475,15 +492,15 @@ def test_proofs_are_bounded_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None
     guard = QualityGuard(SETTINGS)
     for number in range(20):
         find(guard, request("a", agent=f"agent-{number}"), ANCHORS, times=1)
-    assert sum(len(group["proofs"]) for group in guard.saved().values()) == 4  # type: ignore[arg-type,misc]
+    asked = request("a", agent="agent-19")
+    for word in range(100):  # those of others stay
+        guard.verdict(replace(asked, segments=(Segment((word,), "p0"), *asked.segments)))
+    saved = SavedGroup.model_validate(*guard.saved().values())
+    held = Counter(one.agent for one in saved.proofs)
+    assert held == {"agent-16": 1, "agent-17": 1, "agent-18": 1, "agent-19": MAX_PROOFS}
     guard.clear()
-    assert guard.saved() == {}
-
-
-def test_findings_of_an_agent_that_is_not_known_any_more_are_dropped() -> None:
-    guard = QualityGuard(SETTINGS)
-    guard.found(request("a"), ("a",), [RungFinding(ANCHORS, 0.0, 0.1)])
-    assert guard.saved() == {}
+    guard.found(asked, ("a",), [RungFinding(ANCHORS, 0.0, 0.1)])
+    assert guard.saved() == {}, "findings of an agent that is not known any more are dropped"
 
 
 def test_threads_serve_prove_and_report_at_once() -> None:

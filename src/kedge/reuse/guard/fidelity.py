@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from kedge.guard import FidelityNote
 from kedge.structures.bounded import BoundedDict
+from kedge.types import GenerateRequest, WorkflowAgent
 
 FORGET = 0.95
 """Factor on a comparison's weight at every later one: anchors change"""
@@ -24,8 +25,8 @@ SETTLED = 40
 """Comparisons after which a bound hardly gets tighter: older ones weigh an eighth"""
 STAYS = 0.9
 """A cheaper rung takes over only if it computes less than this share of what the one that serves computes"""
-MAX_BUDGETS = 6
-"""Budgets of one agent whose proofs are kept apart"""
+MAX_PROOFS = 16
+"""Wordings of an agent's template, and budgets under each, whose proofs are kept apart"""
 RETRIED = 4
 """Of the times that rungs are tried, one in so many includes those by anchors that were too far off"""
 URGENT = 1.0
@@ -157,12 +158,12 @@ class Serving:
 
 @dataclass(slots=True)
 class Proof:
-    """What is proved of one agent's translation."""
+    """What is proved of one agent's translation, under one wording of its template."""
 
     rungs: dict[int, RungRecord] = field(default_factory=dict)
     noise: MeanEvidence = field(default_factory=MeanEvidence)
     """Nats a token from one dense answer to the same one in a pass of another shape: rounding alone"""
-    serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(MAX_BUDGETS))
+    serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(MAX_PROOFS))
     """By budget: calls may have budgets of their own"""
     seen: BoundedDict[tuple[int, int], None] = field(default_factory=lambda: BoundedDict(1024))
     """Rungs and hashes of the prompts that were compared on them"""
@@ -271,24 +272,39 @@ class Proof:
         self.rungs = {number: one for number, one in self.rungs.items() if not RUNGS[number].by_anchors}
 
 
+class Proofs(BoundedDict[WorkflowAgent, BoundedDict[str, Proof]]):
+    """The proofs of all agents, by the wordings of their templates: one says nothing of what another would prove."""
+
+    def wordings(self, agent: WorkflowAgent) -> BoundedDict[str, Proof]:
+        """Return an agent's proofs, the agent as the newest."""
+        return self.use(agent, lambda: BoundedDict(MAX_PROOFS))
+
+    def of(self, request: GenerateRequest) -> Proof:
+        """Return the proof of a request's template as the newest, made where there is none."""
+        return self.wordings(request.workflow_agent).use(request.template_digest, Proof)
+
+
 class SavedProof(BaseModel):
     """An agent's proof as plain data, rungs by name: those of another version are left out. Data of another shape
     raises `ValueError`.
     """
 
     agent: str
+    wording: str = ""
+    """Digest of the template that it is of; "": of none that is known, as earlier versions saved it"""
     rungs: dict[str, tuple[MeanEvidence, MeanEvidence]]
     noise: MeanEvidence | None = None
     serving: list[tuple[float, str, int]] = []
     """Budgets, the rung that serves under each, and its calls so far"""
 
     @classmethod
-    def of(cls, agent: str, proof: Proof) -> Self:
+    def of(cls, agent: str, wording: str, proof: Proof) -> Self:
         """Return a proof as data."""
         rungs = {RUNGS[at].name: (seen.divergence, seen.computed) for at, seen in proof.rungs.items()}
         known = ((budget, one) for budget, one in proof.serving.items() if one.rung is not None)
         served = [(budget, RUNGS[one.rung or 0].name, one.calls) for budget, one in known]
-        return cls(agent=agent, rungs=rungs, noise=proof.noise if proof.noise.count else None, serving=served)
+        noise = proof.noise if proof.noise.count else None
+        return cls(agent=agent, wording=wording, rungs=rungs, noise=noise, serving=served)
 
     def proof(self) -> Proof:
         """Return the proof as it goes on."""

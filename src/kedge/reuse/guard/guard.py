@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from kedge.guard import EVERYTHING, FidelityNote, GuardMode, GuardNote, GuardOrders, GuardState
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.fidelity import LEARNING, RUNGS, URGENT, MeanEvidence, Proof, RungFinding, SavedProof, Serving
+from kedge.reuse.guard.fidelity import LEARNING, RUNGS, URGENT, MeanEvidence, Proofs, RungFinding, SavedProof, Serving
 from kedge.reuse.guard.record import ALPHA, SETTLED, Errors, GuardRecord, refuted_by_drawn, refuted_by_weak
 from kedge.reuse.layout import layout, reads_in_place
 from kedge.settings import GuardSettings
@@ -92,7 +92,7 @@ class QualityGuard:
         self._records: BoundedDict[GuardKey, GuardRecord] = BoundedDict(ENTRIES, owner=of)
         self._epochs: BoundedDict[WorkflowAgent, int] = BoundedDict(16 * ENTRIES, owner=owner)
         """Breaches of all placeholders: what was condemned stays so, also once the records are no longer kept"""
-        self._proofs: BoundedDict[WorkflowAgent, Proof] = BoundedDict(ENTRIES, owner=owner)
+        self._proofs = Proofs(ENTRIES, owner=owner)
         self._noise = MeanEvidence()
         """Nats a token of rounding alone, of all agents"""
         self._lock, self._rng = threading.Lock(), random.Random(0)
@@ -108,9 +108,8 @@ class QualityGuard:
         records = {key: self._records.use(key, GuardRecord) for key in keys if key in self._records}
         withheld = frozenset(key.placeholder for key in keys if key in records and records[key].withheld)
         watched = self._watched({key.placeholder: records.get(key) for key in keys})
-        rung, is_proving = None, not isinf(budget := self.budget(request))
-        if is_proving:
-            rung = self._proofs.use(request.workflow_agent, Proof).choose(budget, ALPHA)
+        is_proving = not isinf(budget := self.budget(request))
+        rung = self._proofs.of(request).choose(budget, ALPHA) if is_proving else None
         if mode is GuardMode.SHADOW or (is_proving and rung is None):
             withheld, rung = frozenset((EVERYTHING,)), LEARNING if is_proving else None
         epoch = self._epochs.get(request.workflow_agent, 0)
@@ -147,8 +146,7 @@ class QualityGuard:
             if EVERYTHING in orders.withheld:
                 # what is read where it was computed is exact
                 moves = any(one.segment.is_placeholder and not reads_in_place(request, one) for one in layout(request))
-                proof = self._proofs.get(request.workflow_agent)
-                return GuardVerdict(orders, moves, EVERYTHING, is_settled=bool(proof and proof.is_settled))
+                return GuardVerdict(orders, moves, EVERYTHING, is_settled=self._proofs.of(request).is_settled)
             if orders.withheld and self._rng.random() < TRIED:
                 tried = self._rng.choice(sorted(orders.withheld))
                 return GuardVerdict(replace(orders, held_out=True), True, tried)
@@ -161,9 +159,9 @@ class QualityGuard:
         """Return the share of an agent's translated calls that are compared, and whether that can wait: all of the
         first, of those after an unusual comparison, and while the bound is above the budget; else by how near it is.
         """
-        proof, budget = self._proofs.get(request.workflow_agent), self.budget(request)
-        near = float(is_new)
-        if proof is not None and not isinf(budget):
+        budget, near = self.budget(request), float(is_new)
+        if not isinf(budget):
+            proof = self._proofs.of(request)
             serving, near = proof.serving.use(budget, Serving), max(near, bound := proof.nearness(budget, ALPHA))
             if serving.calls < SETTLED or serving.suspicion or bound == 1:
                 can_wait = bound < 1 or proof.is_settled
@@ -178,9 +176,9 @@ class QualityGuard:
         if tried not in ("", EVERYTHING):
             return [request.guard.rung]
         with self._lock:
-            proof = self._proofs.get(request.workflow_agent)
-            if proof is None or isinf(budget := self.budget(request)):
+            if isinf(budget := self.budget(request)):
                 return [request.guard.rung] if tried else []
+            proof = self._proofs.of(request)
             if tried and self.mode(request) is GuardMode.ON and proof.choose(budget, ALPHA) is not None:
                 return []
             return [*proof.to_try(budget, ALPHA)]
@@ -198,7 +196,7 @@ class QualityGuard:
         agent, placeholders = request.workflow_agent, tuple(placeholders)
         with self._lock:
             if placeholders and not isinf(budget := self.budget(request)):
-                self._proofs.use(agent, Proof).serving.use(budget, Serving).calls += 1
+                self._proofs.of(request).serving.use(budget, Serving).calls += 1
             for placeholder in placeholders:
                 key = GuardKey(agent, placeholder)
                 record = self._records.use(key, GuardRecord)
@@ -219,10 +217,12 @@ class QualityGuard:
         """
         budget = self.budget(request)
         with self._lock:
-            if (proof := self._proofs.get(request.workflow_agent)) is None or self._is_outdated(request):
+            is_known = request.template_digest in self._proofs.get(request.workflow_agent, {})
+            if not is_known or self._is_outdated(request):
                 return
             for placeholder in placeholders:  # so that agents that are never proved are shown too
                 self._records.use(GuardKey(request.workflow_agent, placeholder), GuardRecord)
+            proof = self._proofs.of(request)
             before = None if isinf(budget) else proof.choose(budget, ALPHA)
             proof.vain.update(vain)
             if noise is not None:
@@ -230,9 +230,7 @@ class QualityGuard:
                 self._noise.observe(noise)
             for finding in findings:
                 proof.observe(finding, hash(request.tokens), noise)
-            if isinf(budget):
-                return
-            served = proof.choose(budget, ALPHA)
+            served = before if isinf(budget) else proof.choose(budget, ALPHA)
         if served != before:
             names = ["computed" if one is None else RUNGS[one].name for one in (before, served)]
             logger.info("guard: %s/%s: %s -> %s", request.workflow, request.agent, *names)
@@ -279,7 +277,7 @@ class QualityGuard:
         if is_breach := record.epoch > epoch:
             self.breaches += 1
             self._epochs[key.of] = self._epochs.get(key.of, 0) + 1
-            if proof := self._proofs.get(key.of):
+            for proof in self._proofs.get(key.of, {}).values():
                 proof.forget_anchors()
         return is_breach
 
@@ -296,18 +294,19 @@ class QualityGuard:
         if self.mode(request) is GuardMode.OFF or isinf(budget):
             return None
         with self._lock:
-            proof = self._proofs.get(request.workflow_agent)
-            return proof.note(budget, ALPHA) if proof else None
+            return self._proofs.of(request).note(budget, ALPHA)
 
     def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
         evidence = record.evidence
         return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, evidence.upper(record.alpha))
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
-        """Return all records of the namespaces that `owns` picks as plain data, without their tenants."""
+        """Return all records of the namespaces that `owns` picks as plain data, without their tenants, each with the
+        proof of the wording in which its agent asked last.
+        """
         found: list[dict[str, object]] = []
         for key, record in self._locked(owns):
-            proof = self._proofs.get(key.of)
+            proof = next(reversed(self._proofs.get(key.of, {}).values()), None)
             fidelity = proof.note(next(reversed(proof.serving)), ALPHA) if proof and proof.serving else None
             entry = {
                 "workflow": key.of.workflow,
@@ -339,9 +338,9 @@ class QualityGuard:
             held = groups[key.of.namespace, key.of.workflow].records
             held.append((key.of.agent, key.placeholder, deepcopy(record)))
         with self._lock:
-            for agent, proof in self._proofs.items():
-                kept = SavedProof.of(agent.agent, proof).model_copy(deep=True)
-                groups[agent.namespace, agent.workflow].proofs.append(kept)
+            for agent, wordings in self._proofs.items():
+                kept = (SavedProof.of(agent.agent, *one).model_copy(deep=True) for one in wordings.items())
+                groups[agent.namespace, agent.workflow].proofs.extend(kept)
             for agent, epoch in self._epochs.items():
                 groups[agent.namespace, agent.workflow].epochs[agent.agent] = epoch
         return {group: saved.model_dump(mode="json") for group, saved in groups.items()}
@@ -356,8 +355,8 @@ class QualityGuard:
                     self._epochs[WorkflowAgent(*group, AgentId(agent))] = epoch
                 for agent, placeholder, record in held.records:
                     self._records[GuardKey(WorkflowAgent(*group, AgentId(agent)), placeholder)] = record
-                for proof in held.proofs:
-                    self._proofs[WorkflowAgent(*group, AgentId(proof.agent))] = proof.proof()
+                for proof in (one for one in held.proofs if one.wording):
+                    self._proofs.wordings(WorkflowAgent(*group, AgentId(proof.agent)))[proof.wording] = proof.proof()
 
     def clear(self) -> None:
         """Forget all records and proofs."""
