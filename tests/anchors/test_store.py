@@ -360,6 +360,9 @@ def test_pools_are_dropped_in_order_of_use() -> None:
     store.use(store.estimate(SLOT, sample(2, pool=pools[0])))
     observe(store, sample(9, pool=pools[2]))
     assert list(store.pools) == [pools[0], pools[2]]
+    for number in range(5):
+        observe(store, in_tenant(f"other/salt-{number}", number))
+    assert [*store.pools][0] == pools[2], "another tenant pushes out its own"
 
 
 # limits of tenants ----------------------------------------------------------------------------------------------------

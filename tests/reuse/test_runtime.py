@@ -54,15 +54,13 @@ def request(seed: int, reuse: ReuseMode = ReuseMode.TRANSLATE) -> GenerateReques
 class Taught:
     """A runtime whose agent has seen so many values."""
 
-    def __init__(self, values: int, costs: EngineCosts | None = None, **policy: Any) -> None:
+    def __init__(self, values: int, costs: EngineCosts | None = None, room: int = 1 << 30, **policy: Any) -> None:
         self.anchors = AnchorStore(AnchorSettings(capacity=CAPACITY, min_anchors=2))
-        self.bases = BaseStore(1 << 30)
+        self.bases = BaseStore(room, ONE)
         self.runtime = Runtime(self.anchors, self.bases, PlannerConstants(**policy), None, costs or ALWAYS)
         for seed in range(values):
             asked, base = request(1000 + seed), random_kv(SIZE, seed)
-            view = SampleView(
-                PoolKey(Namespace(TENANT), FLOW, "question"), asked.segments[1].tokens, base, ("value", seed)
-            )
+            view = SampleView(placeholder("question"), asked.segments[1].tokens, base, ("value", seed))
             self.anchors.observe(PlaceholderSite(template_key(asked), 1), view, in_context(base, 100 + seed))
 
     def wants(self, times: int, *, teaches: bool = False) -> list[bool]:
@@ -128,9 +126,7 @@ def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholde
 @pytest.mark.parametrize("has_template", [False, True])
 def test_base_kv_for_which_there_is_no_room_is_not_asked_for(has_template: bool) -> None:
     """It would be dropped before it is read, or drop what others are about to read, which is then asked for again."""
-    stage = Taught(0)
-    stage.bases = BaseStore((SIZE + 4) * ONE, ONE)
-    stage.runtime = Runtime(stage.anchors, stage.bases, PlannerConstants(), None, ALWAYS)
+    stage = Taught(0, room=(SIZE + 4) * ONE)
     first, second = (
         replace(one, segments=(*one.segments, Segment((8,) * 4, "p1")) if has_template else one.segments)
         for one in map(request, (1, 2))
@@ -145,10 +141,7 @@ def test_base_kv_for_which_there_is_no_room_is_not_asked_for(has_template: bool)
     assert not stage.runtime.needs(first, is_new=True) and not stage.runtime.needs(second, is_new=True)
     stage.runtime.end_run(first.run_key)
     assert len(stage.runtime.needs(second, is_new=True)) == 1
-    small = Taught(0)
-    small.bases = BaseStore(3 * ONE, ONE)
-    small.runtime = Runtime(small.anchors, small.bases, PlannerConstants(), None, ALWAYS)
-    assert not small.runtime.needs(first, is_new=True)
+    assert not Taught(0, room=3 * ONE).runtime.needs(first, is_new=True)
 
 
 # values whose base KV is computed in an agent's prompt ----------------------------------------------------------------
@@ -462,6 +455,9 @@ def test_the_placeholder_that_was_read_longest_ago_is_forgotten_first() -> None:
         readers.read(placeholder(f"another-{at}"), (1,))
         readers.read(placeholder("kept"), (0,))
     assert readers.expected(placeholder("forgotten")) == UNKNOWN and readers.expected(placeholder("kept")) > 4
+    for at in range(ENTRIES):
+        readers.read(placeholder(str(at))._replace(namespace=Namespace("other")), (1,))
+    assert readers.expected(placeholder("kept")) > 4, "another tenant pushes out its own"
 
 
 def test_a_value_is_read_for_the_last_time_once_others_were_read_no_more_often() -> None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import attrgetter
 from typing import NamedTuple
 
 from kedge.anchors.anchor import Anchor, AnchorId, KeyReader, PlaceholderSite, PoolKey, Query, SampleView
@@ -62,7 +63,7 @@ class AnchorStore:
         self._queries: BoundedDict[Hashable, Query] = BoundedDict(remembered)
         self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(remembered)
         """Matches of values, each computed once for all agents that read the value"""
-        self.pools: BoundedDict[PoolKey, AnchorPool] = BoundedDict(max_pools)
+        self.pools: BoundedDict[PoolKey, AnchorPool] = BoundedDict(max_pools, owner=attrgetter("namespace.tenant"))
         self.limits: dict[TenantId, int | None] = {}
         """The most bytes that a tenant may hold; None is no limit"""
         self._others: int | None = None

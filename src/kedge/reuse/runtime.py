@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import dropwhile, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kedge.anchors.anchor import PlaceholderSite, PoolKey
@@ -69,7 +70,7 @@ class Readers:
     """Counts how often a placeholder's values are read, which is what base KV of a new one is worth. Bounded."""
 
     def __init__(self) -> None:
-        self._counts: BoundedDict[PoolKey, _Counts] = BoundedDict()
+        self._counts: BoundedDict[PoolKey, _Counts] = BoundedDict(owner=attrgetter("namespace.tenant"))
 
     def read(self, placeholder: PoolKey, value: Tokens) -> None:
         """Count that a request reads this value."""
