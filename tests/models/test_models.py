@@ -67,6 +67,7 @@ def test_a_folder_here_goes_before_a_name(tmp_path: Path, monkeypatch: pytest.Mo
         ("pytorch_model.bin", "name its folder"),
         ("model.safetensors", "name its folder"),
         ("absent.gguf", "no such folder"),
+        ("absent" * 60, "cannot be read: File name too long"),
     ],
 )
 def test_what_is_no_folder_says_what_to_do(

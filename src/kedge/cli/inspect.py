@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 FLOW_SUFFIXES = {".yaml", ".yml", ".json"}
 UNTRIED = "yes, according to its config: no small copy of it could be built and tried"
+tokens = partial(options.number, min=0, max=10**6)
 
 
 def inspect(
@@ -43,11 +45,9 @@ def inspect(
         Path | None,
         typer.Option(help="For a workflow: the model with the tokenizer to count by; default: the bundled one."),
     ] = None,
-    input_tokens: Annotated[int, options.number(min=0, help="Assumed tokens of an input.")] = 200,
-    answer_tokens: Annotated[
-        int, options.number(min=0, help="Assumed tokens of an answer, at most its max_tokens.")
-    ] = 200,
-    tool_tokens: Annotated[int, options.number(min=0, help="Assumed tokens of a tool's result.")] = 50,
+    input_tokens: Annotated[int, tokens(help="Assumed tokens of an input.")] = 200,
+    answer_tokens: Annotated[int, tokens(help="Assumed tokens of an answer, at most its max_tokens.")] = 200,
+    tool_tokens: Annotated[int, tokens(help="Assumed tokens of a tool's result.")] = 50,
     length: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=N", help="Tokens of one value: an input, agent_ID or condition_ID; repeatable."),
@@ -132,7 +132,7 @@ def _kv_per_token(spec: KVSpec) -> str:
 
 def _named(pair: str) -> tuple[str, int]:
     name, _, count = pair.partition("=")
-    if not re.fullmatch("[0-9]{1,9}", count):
+    if not re.fullmatch("[0-9]{1,6}", count):
         raise ConfigError("--length", pair, "must be NAME=N with a whole number N of tokens")
     return name, int(count)
 

@@ -35,13 +35,15 @@ def find_model(model: str | Path | None) -> Path:
     path = Path(model)
     if str(model) == SMOLLM2 and not path.exists():
         path = _smollm2()
-    if path.is_file():
-        if path.suffix in (".bin", ".safetensors", ".pt", ".pth", ".json"):
-            raise ModelNotFound("model", str(path), "is one file of a model: name its folder, with config.json in it")
-        return _whole(path)
-    if (path / "config.json").is_file():
+    try:
+        is_file, has_config = path.is_file(), (path / "config.json").is_file()
+    except OSError as error:  # a name that is too long, or a folder of somebody else's
+        raise ModelNotFound("model", str(model), f"cannot be read: {error.strerror}") from None
+    if is_file and path.suffix in (".bin", ".safetensors", ".pt", ".pth", ".json"):
+        raise ModelNotFound("model", str(path), "is one file of a model: name its folder, with config.json in it")
+    if has_config:
         return path
-    files = sorted(file for file in path.glob("*") if file.suffix.lower() == ".gguf") if path.is_dir() else []
+    files = [path] if is_file else sorted(file for file in path.glob("*") if file.suffix.lower() == ".gguf")
     if not files:
         why = f"no such folder, or no config.json in it; known by name are {NANO} and {SMOLLM2}"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) and not path.parent.exists():
@@ -49,7 +51,11 @@ def find_model(model: str | Path | None) -> Path:
         raise ModelNotFound("model", str(model), why)
     if len(files) > 1 and not all(map(_PART.search, map(str, files))):
         raise ModelNotFound("model", str(path), f"several GGUF files are in it, name one: {files[0].name}, ...")
-    return _whole(files[0])
+    part = _PART.search(files[0].name)
+    if part and int(part[2]) > 1:  # Transformers reads only whole files
+        why = f"is one of {int(part[2])} parts: join them with llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+        raise UnsupportedModel("model", str(files[0]), why)
+    return files[0]
 
 
 def require_gguf(file: Path) -> None:
@@ -60,15 +66,6 @@ def require_gguf(file: Path) -> None:
 
 def _missing() -> list[str]:
     return [name for name in ("gguf", "accelerate") if find_spec(name) is None]
-
-
-def _whole(file: Path) -> Path:
-    """Return a GGUF file. Raises `UnsupportedModel` for one of several parts: Transformers reads only whole files."""
-    part = _PART.search(file.name)
-    if part and int(part[2]) > 1:
-        why = f"is one of {int(part[2])} parts: join them with llama-gguf-split --merge FIRST_PART WHOLE.gguf"
-        raise UnsupportedModel("model", str(file), why)
-    return file
 
 
 def _smollm2() -> Path:
