@@ -144,16 +144,14 @@ def test_a_budget_of_fidelity_has_a_name_or_is_a_number(said: object, nats: floa
 
 @pytest.mark.parametrize("said", ["exactly", 0, -1, True, math.nan, [], 10**400])
 def test_no_other_budget_is_accepted(said: Any) -> None:
-    with pytest.raises(
-        RequestError, match=r"kedge\.fidelity=.*: must be one of strict, fp8, fast, any, or nats a token above 0"
-    ):
+    accepted = "must be one of strict, fp8, fast, any, or nats a token above 0"
+    with pytest.raises(RequestError, match=rf"kedge\.fidelity=.*: {accepted}"):
         hints({"kedge": {"fidelity": said}})
 
 
 def test_what_was_understood_is_told_but_no_secret() -> None:
-    told = hints(
-        {"cache_salt": "secret", "kedge": {"run": "r", "steps": {"a": None}, "bindings": {"q": "x"}}}
-    ).to_dict()
+    said = {"run": "r", "steps": {"a": None}, "bindings": {"q": "x"}}
+    told = hints({"cache_salt": "secret", "kedge": said}).to_dict()
     assert told == {"run": "r", "steps": {"a": None}}
 
 

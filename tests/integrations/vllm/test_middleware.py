@@ -29,6 +29,7 @@ from kedge.types import ReuseMode, TurnHints
 from tests.coding_clients import CLAUDE_CODE, CODEX, SESSION, SUBAGENT, claude_code, codex
 
 CHAT = PATHS[0]
+OF_SUBAGENT = TurnHints(f"{SESSION}/agent-7", f"{SESSION}/main", keep_for=300)
 
 
 class Upstream:
@@ -118,12 +119,7 @@ def refused(body: bytes) -> str:
     ("path", "body", "headers", "expected"),
     [
         (PATHS[3], claude_code("any", 32000), CLAUDE_CODE, TurnHints(SESSION, keep_for=300)),
-        (
-            PATHS[3],
-            claude_code("any", 32000),
-            SUBAGENT,
-            TurnHints(f"{SESSION}/agent-7", f"{SESSION}/main", keep_for=300),
-        ),
+        (PATHS[3], claude_code("any", 32000), SUBAGENT, OF_SUBAGENT),
         (PATHS[2], codex("any"), CODEX, TurnHints(CODEX["thread-id"], CODEX["x-codex-parent-thread-id"])),
         (CHAT, {"session_id": "s"}, {"x-dynamo-session-final": "true"}, TurnHints("s", is_last=True)),
         (CHAT, {"agent_hints": {"agent_id": "a", "expected_tool_duration_ms": 900}}, {}, TurnHints(returns_in=0.9)),
@@ -166,7 +162,6 @@ def test_what_a_client_sends_for_the_plugin_itself_wins() -> None:
         (b'["session_id"]', {"x-session-id": "s"}, CHAT, "POST"),
         (b'{"session_id": "s", "kv_transfer_params": 5}', {}, CHAT, "POST"),
         (b'{"session_id": "s", "kv_transfer_params": {"kedge": 5}}', {}, CHAT, "POST"),
-        (b'{"kedge": {"reuse": "fast"}}', {}, CHAT, "POST"),
         (b'{"session_id": "s"}', {}, "/v1/embeddings", "POST"),
         (b'{"session_id": "s"}', {}, CHAT, "PUT"),
         (b'{"session_id": "s"}', {"content-encoding": "gzip"}, CHAT, "POST"),
@@ -194,17 +189,43 @@ def test_no_body_is_read_before_vllm_has_looked_at_the_callers_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"extra_key": "k"}, {"extra_key": ["k", "l"]}, {"extra_key": "k", "cache_salt": "s"}]
+    "given",
+    [{}, {"extra_key": ["k", "l"]}, {"cache_salt": "s"}, {"kv_transfer_params": {"kedge": 5}}],
 )
 def test_what_separates_caches_reaches_vllms_own_field(given: dict[str, Any]) -> None:
-    salt = json.loads(passed(json.dumps({"prompt": "x", **given}).encode()).body)["cache_salt"]
+    salt = json.loads(passed(json.dumps({"extra_key": "k", **given}).encode()).body)["cache_salt"]
     assert all(part in salt for part in ("k", *given.get("cache_salt", "")))
 
 
-@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
-@pytest.mark.parametrize("bad", [7, "", [], {}, "x" * 5000])
-def test_what_cannot_separate_caches_is_refused(name: str, bad: object) -> None:
-    assert refused(json.dumps({"prompt": "x", name: bad}).encode()) == name
+BAD = {"reuse": "fast", "guard": "offf", "fidelity": "superb", "bindings": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *((name, {name: bad}) for name in ("cache_salt", "extra_key") for bad in (7, "", [], {}, "x" * 5000)),
+        *((f"kedge.{name}", {"kedge": {"agent": "a", name: bad}}) for name, bad in BAD.items()),
+        *((f"kedge.{name}", {"kv_transfer_params": {"kedge": {name: bad}}}) for name, bad in BAD.items()),
+        ("session_id", {"session_id": 7}),
+    ],
+)
+def test_what_must_be_valid_is_refused_as_kedges_server_does(name: str, fields: dict[str, Any]) -> None:
+    assert refused(json.dumps({"prompt": "x", **fields}).encode()) == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({"kedge": {"agent": "a", "agnet": "b", "keep_for": "long"}, "agent_hints": {"agent_id": 7}}, 3),
+        ({"kv_transfer_params": {"kedge": {"agnet": "b", "keep_for": "long"}, "do_remote_prefill": False}}, 2),
+        ({"kedge": {"agent": "a"}, "kv_transfer_params": {"kedge": {"agnet": "b"}}, "stream": True}, 1),
+        ({"kedge": 5}, 1),
+    ],
+)
+def test_what_is_ignored_is_counted_once(fields: dict[str, Any], count: int) -> None:
+    params = json.loads(passed(json.dumps(fields).encode()).body)["kv_transfer_params"]
+    call = read_hints("r", [1, 2], None, params, ReuseMode.EXACT)
+    assert call is not None and call.ignored == count
 
 
 JSON: Any = st.recursive(
@@ -212,7 +233,7 @@ JSON: Any = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["kedge", "session_id", "nvext", "agent_hints", "x", "steps"]), inner, max_size=4
+            st.sampled_from(["kedge", "cache_control", "nvext", "agent_hints", "x", "steps"]), inner, max_size=4
         )
     ),
     max_leaves=10,
@@ -288,7 +309,6 @@ def test_vllm_refuses_a_caller_without_its_key() -> None:
         (b"[" * 100_000, "body"),
         (b"\xff", "body"),
         (b'"' + b"x" * (1 << 20) + b'"', "body"),
-        (b'{"kedge": {"reuse": "fast"}}', "kedge.reuse"),
         (b'{"kedge": {"bindings": 5}}', "kedge.bindings"),
     ],
 )
@@ -305,10 +325,8 @@ def test_without_the_plugin_nothing_is_promised(connector: str | None) -> None:
 
 def test_of_several_engines_the_one_that_knows_the_session_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hints, "TIMEOUT", 0.05)
-    unknown, known = (
-        ActionOutcome("expects", "x", session="s"),
-        ActionOutcome("expects", "y", ActionResult.APPLIED, "s"),
-    )
+    unknown = ActionOutcome("expects", "x", session="s")
+    known = ActionOutcome("expects", "y", ActionResult.APPLIED, "s")
     other = ActionOutcome("keep_for", "z", ActionResult.DEFERRED)
     engines = Engines([unknown, other], [other, known], None, RuntimeError("vLLM has logged it"))
     message = hints.Message({"session": "s"}, "a/b")

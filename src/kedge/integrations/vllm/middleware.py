@@ -3,11 +3,11 @@
     vllm serve MODEL --middleware kedge.integrations.vllm.middleware.KedgeMiddleware
 
 Clients send what they send anyway, in headers and bodies (`kedge.hints`). A request's hints are put into the field of
-its body that vLLM passes on, `kv_transfer_params.kedge`. Everything else is left as it is, answers included, and the
-body of a request without hints, or one that cannot be read, byte for byte. `/kedge/report` is what the
-plug-in has found in plain traffic, without any text of a prompt. `POST /v1/hints` takes hints without a prompt, and
-`GET /v1/guard` shows what is proved, as `kedge serve` does. From the server's start to its end the quality guard is at
-work in its process (`kedge.integrations.vllm.guarded_server`).
+its body that vLLM passes on, `kv_transfer_params.kedge`; those that must be valid are refused where `kedge serve` does
+so. Everything else is left as it is, answers included, and the body of a request without hints, or one that cannot be
+read, byte for byte. `/kedge/report` is what the plug-in has found in plain traffic, without any text of a prompt.
+`POST /v1/hints` takes hints without a prompt, and `GET /v1/guard` shows what is proved, as `kedge serve` does. From the
+server's start to its end the quality guard is at work in its process (`kedge.integrations.vllm.guarded_server`).
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
-from kedge.hints import Hints, read_hints
+from kedge.hints import Hints, IgnoredHints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
 from kedge.integrations.vllm.entry_point import NAME, is_plugged
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 REPORT_PATH, REPORT_SECONDS = "/kedge/report", 1.0
 """What the plug-in has found in plain traffic, and how many seconds old it may be"""
-SEPARATING = ("cache_salt", "extra_key")
-"""Fields that must be valid, since a cache would be shared that is to be kept apart"""
+UNCOUNTED = ("body", "vllm", "kv_hints")
+"""Dialects in which nothing is ignored: what Kedge does not know there is vLLM's, and each action gets an outcome"""
 HINTS_PATH, GUARD_PATH = "/v1/hints", "/v1/guard"
 STATUSES: Mapping[type[KedgeError], int] = {RequestError: 400, Overloaded: 503, EngineClosed: 503, ConfigError: 501}
 
@@ -93,17 +93,15 @@ class KedgeMiddleware:
         return {"object": "guard", "mode": None, "agents": [], **(self._guard.calls.stats() if self._guard else {})}
 
     async def _taken(self, request: Request) -> dict[str, Any]:
-        """Pass hints without a prompt on to the plug-in, and return the answer. Raises a `KedgeError` where they cannot
-        be. The end of a run waits for the checks that need it.
-        """
+        """Return the answer to hints without a prompt, or raise a `KedgeError`. A run ends after its checks."""
         client, body = request.app.state.engine_client, await _body(request)
         if not is_plugged(client.vllm_config):
             found = getattr(client.vllm_config.kv_transfer_config, "kv_connector", None)
             raise ConfigError("kv_connector", found, f"must be {NAME} for hints")
         if (waiting := len(client.engine_core.utility_results)) >= ENTRIES:
             raise Overloaded("hints", waiting, f"at most {ENTRIES} calls wait for vLLM at once")
-        hints, _ = read_hints(body, request.headers)
-        given, ended = plugin_hints(hints), list[ActionOutcome]()
+        hints, ignored = read_hints(body, request.headers)
+        given, ended = plugin_hints(hints, ignored), list[ActionOutcome]()
         namespace = Namespace.parse(hints.salt or "default")
         if self._guard is not None and ends_run(hints) and not hints.session:
             del given["final"]
@@ -166,30 +164,32 @@ def add_hints(body: bytes, headers: Mapping[str, str]) -> bytes | None:
     """Return a JSON body with the hints in it and in `headers`, whose names are in lower case.
 
     None where it has none, or is no JSON object that could take them: then vLLM gets it as it is. What a cache is to be
-    kept apart by goes into vLLM's own field; raises `RequestError` where it cannot be read.
+    kept apart by goes into vLLM's own field. Raises `RequestError` as `read_hints` does.
     """
     try:
-        fields = json.loads(body)
-        found = read_hints(fields, headers)[0] if isinstance(fields, dict) else Hints()
-    except (ValueError, RecursionError, RequestError) as error:
-        if isinstance(error, RequestError) and error.key in SEPARATING:
-            raise
-        return None
-    hints = plugin_hints(found)
-    if found.salt and "extra_key" in fields:
-        fields["cache_salt"] = found.salt
-    elif not hints:
+        if not isinstance(fields := json.loads(body), dict):
+            return None
+        found, ignored = read_hints(fields, headers)
+    except (ValueError, RecursionError):
         return None
     given = fields.get("kv_transfer_params") or {}
-    if not isinstance(given, dict) or not isinstance(own := given.get("kedge", {}), dict):
+    own = (given.get("kedge") or {}) if isinstance(given, dict) else None
+    hints = plugin_hints(found, ignored, "kedge" if own and fields.get("kedge") is None else "")  # counted twice, else
+    if separates := found.salt and "extra_key" in fields:
+        fields["cache_salt"] = found.salt
+    if hints and isinstance(own, dict):
+        fields["kv_transfer_params"] = {**given, "kedge": {**hints, **own}}
+    elif not separates:
         return None
-    return json.dumps({**fields, "kv_transfer_params": {**given, "kedge": {**hints, **own}}}).encode()
+    return json.dumps(fields).encode()
 
 
-def plugin_hints(hints: Hints) -> dict[str, Any]:
-    """Return hints as the plug-in reads them; those without an effect there are left out."""
+def plugin_hints(hints: Hints, ignored: IgnoredHints, counted: str = "") -> dict[str, Any]:
+    """Return hints with an effect in the plug-in, and how many were ignored, but for a dialect that is `counted`."""
     found = {name: value for name, value in hints.to_dict().items() if name in KNOWN}
-    return {**found, "actions": [one.to_dict() for one in hints.actions]} if hints.actions else found
+    count = sum(count for (dialect, _), count in ignored.items() if dialect not in (*UNCOUNTED, counted))
+    more = {"actions": [one.to_dict() for one in hints.actions], "ignored": count}
+    return found | {name: value for name, value in more.items() if value}
 
 
 def _answer(give: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[JSONResponse]]:

@@ -3,7 +3,7 @@ without a request.
 
 A hint is never an error: one with an unknown name, or a value that is not accepted, is ignored and counted. The names
 are those of the HTTP server (`docs/server.md`); `segments` and `produces` are for callers who assemble
-prompts, `withheld`, `epoch` and `rung` for those with a quality guard.
+prompts, `withheld`, `epoch` and `rung` for those with a quality guard, `ignored` counts what others have ignored.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ def read_hints(
         steps=None if steps is None else {agent: NextRun(left) for agent, left in steps.items()},
         seq=get("seq"),
         actions=get("actions", ()),
-        ignored=ignored,
+        ignored=ignored + get("ignored", 0),
     )
 
 
@@ -194,7 +194,7 @@ _rung = TypeAdapter(Annotated[int, Field(strict=True, ge=0, lt=len(RUNGS))]).val
 KNOWN: Mapping[str, Callable[[Any], Any]] = {
     **{rule.path[1]: rule.read for rule in KEDGE if rule.field != "fixed_messages"},
     **{"reuse": ReuseMode, "guard": GuardMode, "fidelity": read_fidelity},
-    **{"produces": _sample, "plain": _flag, "actions": _actions},
+    **{"produces": _sample, "plain": _flag, "actions": _actions, "ignored": read_whole},
     **{"withheld": _names, "epoch": read_whole, "rung": _rung, "held_out": _flag},
 }
 """Hints by name, but for `segments`, with the parsers of their values: those of the server, and the plug-in's own"""
