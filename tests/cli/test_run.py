@@ -58,14 +58,8 @@ def test_answers_and_receipts_are_shown(opened: Opened) -> None:
     result = kedge("run", "flow.yaml", *QUESTION)
     assert result.exit_code == 0, result.output
     told = [line for line in result.output.splitlines() if line.startswith(("›", "✓", "one", "the end"))]
-    assert [line.split("  ")[0] for line in told] == [
-        "› first",
-        "✓ first",
-        "one [red]and[/red]",
-        "› last",
-        "✓ last",
-        "the end",
-    ]
+    steps = ["› first", "✓ first", "one [red]and[/red]", "› last", "✓ last", "the end"]
+    assert [line.split("  ")[0] for line in told] == steps
     assert "where the prompt tokens came from" in result.output
     assert "· not in the cache: p0 of first" in result.output
     assert opened.settings[0] == Settings()
@@ -123,12 +117,9 @@ def test_flags_win_over_the_settings_file(opened: Opened) -> None:
         (["flow.yaml", "-i", "nothing"], "--input='nothing': must be NAME=VALUE"),
         (["flow.yaml", "-i", "=x"], "--input='=x': must be NAME=VALUE"),
         (["flow.yaml", *QUESTION, *QUESTION], "--input='user_question': duplicate: the input is given twice"),
-        (["flow.yaml", *QUESTION, "-i", "other=1"], "inputs='other'"),
+        (["flow.yaml", "-i", "other=1"], "inputs='other'"),
         (["flow.yaml", *QUESTION, "--device", "tpu"], "engine.device='tpu'"),
-        (
-            ["flow.yaml", *QUESTION, "--json", "no/where.json"],
-            "--json='no/where.json': cannot be written",
-        ),
+        (["flow.yaml", *QUESTION, "--json", "no/where.json"], "--json='no/where.json': cannot be written"),
         (["flow.yaml", *QUESTION, "--config", "none.toml"], "file='none.toml'"),
         (["none.yaml", *QUESTION], "path='none.yaml'"),
         (["flow.yaml", "--inputs", "none.jsonl"], "--inputs='none.jsonl': no such file"),

@@ -48,19 +48,21 @@ def test_an_open_address_is_warned_of(listened: list[tuple[Any, ...]]) -> None:
     assert not listened[1][2].is_open
 
 
-def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path) -> None:
-    result = kedge("serve", "--new-key", "acme")
+@pytest.mark.parametrize("name", ["acme", "a.b", "*"])
+def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path, name: str) -> None:
+    result = kedge("serve", "--new-key", name)
     key, lines = re.search(r"once: (\S+)\n\n(.*)", result.output, re.DOTALL).groups()
     file = tmp_path / "keys.toml"
     file.write_text(lines)
-    assert load_keys(file, None, LimitSettings()).of_headers({"authorization": f"Bearer {key}"}).id == "acme"
+    assert load_keys(file, None, LimitSettings()).of_headers({"authorization": f"Bearer {key}"}).id == name
     assert key not in lines
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--new-key", "a/b"], "tenant='a/b'"),
+        (["--new-key", "acme corp"], "--new-key='acme corp': must have 1 to 64 letters"),
+        (["--new-key", "a,b"], "--new-key='a,b'"),
         (["--api-keys", "none.toml"], "--api-keys='none.toml'"),
         (["--device", "tpu"], "engine.device='tpu'"),
         (["--allowed-host", "kedge:8000"], "server.allowed_hosts.0='kedge:8000'"),

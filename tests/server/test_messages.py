@@ -151,7 +151,8 @@ WRONG: list[tuple[str, object, str | None, str]] = [
         ({**ASK, "other": "x"}, "inputs", "inputs='other': the workflow has only user_question"),
         ({"user_question": 5}, "inputs", "inputs.user_question: Input should be a valid string"),
     )),
-    (FLOWS, {"topology": 5}, "workflow: topology", "workflow: topology=5: Input should be a mapping"),
+    (FLOWS, {"usr": "x"}, "workflow: usr", "workflow: usr='x': there is no such field"),
+    (FLOWS, {"topology": 5}, "workflow: topology", "workflow: topology=5: must be a mapping"),
 ]  # fmt: skip
 
 

@@ -54,6 +54,7 @@ def test_sizes_may_have_units(text: object, size: int) -> None:
         ({"reuse": "maybe"}, "reuse", "maybe"),
         ({"engine": {"block_size": 0}}, "engine.block_size", 0),
         ({"engine": {"kv_memory": "lots"}}, "engine.kv_memory", "lots"),
+        ({"engine": {"anchors": {"max_bytes": "3 lots"}}}, "engine.anchors.max_bytes", "3 lots"),
         ({"engine": {"device": "tpu"}}, "engine.device", "tpu"),
         ({"engine": {"guard": {"fidelity": "best"}}}, "engine.guard.fidelity", "best"),
         ({"engine": {"tiers": {"host_memory": "lots"}}}, "engine.tiers.host_memory", "lots"),
@@ -77,6 +78,7 @@ def test_a_bad_value_is_named(flags: dict[str, object], key: str, value: object)
         Settings.load(**flags)
     assert (caught.value.key, caught.value.value) == (key, value)
     assert str(caught.value).startswith(f"{key}={caught.value.value!r}: ")
+    assert value not in ("lots", "3 lots") or caught.value.why == "must be a size such as 2GiB"
 
 
 def test_all_bad_keys_are_named() -> None:

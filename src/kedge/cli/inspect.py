@@ -250,8 +250,8 @@ def show_traffic(console: Console, url: str, api_key: str | None) -> None:
         raise ConfigError(KEY, url, "answers with something else than a report of Kedge")
     known = report["known_agents"] / report["requests"] if report["requests"] else 0
     console.print(
-        f"plain traffic ({report['mode']}): {report['requests']} requests, {len(report['agents'])} agents known in "
-        f"{known:.0%} of them, {report['turns']} turns of sessions; of {report['prompt_tokens']} prompt tokens "
+        f"plain traffic ({report['mode']}): requests {report['requests']}, agents {len(report['agents'])}, known in "
+        f"{known:.0%} of requests, turns of sessions {report['turns']}; of {report['prompt_tokens']} prompt tokens "
         f"{report['exact_tokens']} were cached, {report['translated_tokens']} translated, and "
         f"{report['shared_tokens']} read or answered before elsewhere"
     )
@@ -277,7 +277,7 @@ def _read(url: str, api_key: str | None) -> Any:
         with urlopen(Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
             return json.load(answer)
     except HTTPError as error:
-        hint = f" (vLLM needs --middleware {MIDDLEWARE})" if error.code == 404 else ""
-        raise ConfigError(KEY, url, f"answers {error.code}{hint}") from None
+        hints = {401: " (--api-key)", 404: f" (vLLM needs --middleware {MIDDLEWARE})"}
+        raise ConfigError(KEY, url, f"answers {error.code}{hints.get(error.code, '')}") from None
     except (OSError, ValueError, HTTPException, RecursionError) as error:
         raise ConfigError(KEY, url, f"cannot be read: {error}") from None

@@ -17,6 +17,7 @@ from kedge.cli.options import Config, Device
 from kedge.cli.output import terminal
 from kedge.cli.preflight import require_free_port, require_model, require_packages
 from kedge.engine.process.engine import ENDING
+from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
@@ -164,12 +165,11 @@ def _exit_soon() -> None:
 
 
 def _make_key(tenant: str) -> None:
-    from kedge.server.tenancy import hashed, load_keys, new_key
-    from kedge.settings import LimitSettings
+    from kedge.server.tenancy import NAME, NAMES, OPERATOR, hashed, new_key
 
-    key = new_key()
-    load_keys(None, f"{tenant}:{hashed(key)}", LimitSettings())
-    section = "operator" if tenant == "*" else f"tenants.{tenant}"
+    if not NAME.fullmatch(tenant):
+        raise ConfigError("--new-key", tenant, NAMES)
+    key, section = new_key(), "operator" if tenant == OPERATOR else f'tenants."{tenant}"'
     typer.echo(f'key, shown this once: {key}\n\n[{section}]\nkeys = ["{hashed(key)}"]')
 
 

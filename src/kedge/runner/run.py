@@ -134,16 +134,16 @@ def run(
 
 
 def check_inputs(workflow: Workflow, inputs: Mapping[str, str]) -> None:
-    """Raise `MissingInput` for an input without text, `RequestError` for invalid text or an unknown name."""
+    """Raise `RequestError` for an unknown name or invalid text, `MissingInput` for an input without text."""
+    for name in inputs:
+        if name not in workflow.inputs:
+            raise RequestError("inputs", name, f"the workflow has only {', '.join(workflow.inputs)}")
     for name in workflow.inputs:
         value = inputs.get(name)
         if not isinstance(value, str) or not value.strip():
             raise MissingInput(f"inputs.{name}", value, "a run needs a text that is not blank")
         if not is_unicode(value):
             raise RequestError(f"inputs.{name}", value, "has half of a surrogate pair")
-    for name in inputs:
-        if name not in workflow.inputs:
-            raise RequestError("inputs", name, f"the workflow has only {', '.join(workflow.inputs)}")
 
 
 @dataclass(eq=False)

@@ -24,9 +24,9 @@ from kedge.server.client_runs import Registered
 from kedge.settings import LimitSettings, SettingsSection
 from kedge.types import Namespace, TenantId
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+OPERATOR, NAMES = "*", "must have 1 to 64 letters, digits, '_', '.' and '-'"
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}|\*")
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
-OPERATOR = "*"
 T = TypeVar("T")
 
 
@@ -201,8 +201,8 @@ def load_keys(file: Path | None, variable: str | None, default: LimitSettings) -
         except ConfigError as error:
             shown = error.value if error.key in LimitSettings.model_fields else "…"
             raise ConfigError(f"{key}.{error.key}", shown, error.why) from None
-        if name != OPERATOR and not _NAME.fullmatch(name):
-            raise ConfigError("tenant", name, "must have 1 to 64 letters, digits, '_', '.' and '-'")
+        if not NAME.fullmatch(name):
+            raise ConfigError("tenant", name, NAMES)
         limits = LimitSettings(**own.model_dump(include=set(LimitSettings.model_fields)))
         tenant = by_name.setdefault(name, Tenant(TenantId(name), limits, name == OPERATOR, own.keep_texts))
         for digest in own.keys:

@@ -53,6 +53,7 @@ def blocks_in(size: int | str, block_bytes: int) -> int:
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+_WHY = {"extra_forbidden": "there is no such setting", "byte_size": "must be a size such as 2GiB"}
 
 
 def split_names(value: object) -> object:
@@ -88,10 +89,9 @@ class SettingsSection(BaseModel):
 def config_error(error: ValidationError, section: str = "") -> ConfigError:
     """Convert a validation error: the first complaint is the error, the keys of any others are named in its text."""
     first, *others = error.errors(include_url=False)
-    why = "there is no such setting" if first["type"] == "extra_forbidden" else first["msg"]
-    if others:
-        why += f" (also wrong: {', '.join(_key(section, other['loc']) for other in others)})"
-    return ConfigError(_key(section, first["loc"]), brief(first["input"]), why)
+    why = _WHY.get(first["type"].removesuffix("_unit"), first["msg"])
+    also = f" (also wrong: {', '.join(_key(section, other['loc']) for other in others)})" if others else ""
+    return ConfigError(_key(section, first["loc"]), brief(first["input"]), why + also)
 
 
 def _key(section: str, location: tuple[int | str, ...]) -> str:

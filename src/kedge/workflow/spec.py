@@ -7,9 +7,8 @@
       - {id: programmer, system: Write solve()., tool: python, tool_append: "print(solve())"}
       - {id: final, system: You decide.}
 
-A tool is named, never imported by a file: from `TOOLS` or from what the caller passes.
-
-A file with `graph` in place of agents is a step graph without prompts, for a workflow that another framework drives:
+A tool is named, never imported by a file: from `TOOLS` or from what the caller passes. A file with `graph` in place of
+agents is a step graph without prompts, for a workflow that another framework drives:
 
     name: review
     graph:
@@ -234,6 +233,7 @@ def _is_graph(data: object) -> bool:
 
 
 _S = TypeVar("_S", bound=_Spec)
+_WHY = {"extra_forbidden": "there is no such field", **dict.fromkeys(("model_type", "dict_type"), "must be a mapping")}
 
 
 def _validated(data: object, source: str, kind: type[_S]) -> _S:
@@ -244,7 +244,7 @@ def _validated(data: object, source: str, kind: type[_S]) -> _S:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         key = ".".join(map(str, first["loc"]))
-        why = "Input should be a mapping" if first["type"] in ("model_type", "dict_type") else first["msg"]
+        why = _WHY.get(first["type"], first["msg"])
         raise SpecError(f"{source}: {key}", brief(first["input"]), why) from None
 
 

@@ -288,8 +288,15 @@ def test_inspect_reads_a_running_server(seen: Served, monkeypatch: pytest.Monkey
     monkeypatch.setenv("COLUMNS", "80")
     done = CliRunner().invoke(app, ["inspect", "--from-traffic", seen.url])
     assert done.exit_code == 0, done.output
-    assert "plain traffic (observe): 5 requests" in done.stdout and "nothing was found" in done.stdout
+    assert "plain traffic (observe): requests 5, agents" in done.stdout and "nothing was found" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_inspect_says_how_a_key_is_given() -> None:
+    keys = load_keys(None, f"a:{hashed('k')}", LimitSettings())
+    with EchoEngine() as engine, serving(engine, keys=keys) as running:
+        failed = CliRunner().invoke(app, ["inspect", "--from-traffic", running.url], env={"KEDGE_API_KEY": None})
+    assert failed.exit_code == 2 and "answers 401 (--api-key)" in " ".join(failed.output.split())
 
 
 @pytest.mark.parametrize("url", ["ftp://nowhere", "http://127.0.0.1:9", "localhost:8000", "http://exa mple"])
