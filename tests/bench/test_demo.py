@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kedge.bench.demo import TeamScore, compared
+from kedge.cli import demo
 from kedge.runner.run import AgentResult, RunResult
 from kedge.types import AgentId, RunId
 from kedge.workloads import miniature
@@ -36,9 +37,11 @@ def test_answers_are_the_same_by_their_decisions_and_to_the_letter() -> None:
 
 
 def test_calls_are_reused_that_translated_a_token() -> None:
-    found = compared(score("7"), score("7", translated=4))
+    found, none = compared(score("7"), score("7", translated=4)), compared(score("7"), score("7"))
     assert found["reuse_rate"] == found["agents"][1]["reuse_rate"] == 1
     assert found["agents"][1]["tokens"] == {"exact": 0, "translated": 4, "computed": 6}
+    gains = [list(demo.score_table(one["agents"]).renderables[-1].columns[3].cells) for one in (found, none)]
+    assert gains[0][1].endswith("x") and {*gains[1]} == {"-"}, "another time without translated tokens is noise"
 
 
 def test_the_command_writes_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,13 +89,11 @@ def test_tools_only_where_they_are_allowed() -> None:
 def test_a_streamed_run_tells_what_happens_as_it_happens(http: httpx.Client) -> None:
     register(http)
     told = events(http.post("/v1/workflows/pair/runs", json={**QUESTION, "stream": True}).text)
-    assert [name for name, _ in told if name != "text"] == [
-        "run", "submitted", "answered", "submitted", "answered", "finished"
-    ]  # fmt: skip
+    steps = ["run", "submitted", "answered", "submitted", "answered", "finished"]
+    assert [name for name, _ in told if name != "text"] == steps
     assert "".join(data["text"] for name, data in told if name == "text" and data["agent"] == "last") == "the end"
     assert told[-1][1]["answer"] == "the end"
-    receipt = told[-1][1]["agents"][0]["receipt"]
-    assert receipt["mode"] == "translate"
+    assert told[-1][1]["agents"][0]["receipt"]["mode"] == "translate"
 
 
 def test_a_run_gives_what_kedge_run_gives(http: httpx.Client, served: Served) -> None:

@@ -82,7 +82,7 @@ def fidelity(
     questions: Annotated[int | None, options.number(help="Questions that count; default 50.")] = None,
     taught: Annotated[int | None, options.number(help="Questions before them, to learn from; default 10.")] = None,
     methods: Annotated[
-        str, typer.Option(metavar="NAMES", help="By commas; default kedge,token,epic. token:move=never sets one.")
+        str, typer.Option(metavar="NAMES", help="By commas. token:move=never sets one.")
     ] = "kedge,token,epic",
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the order of the questions.")] = 0,
     json_file: Json = None,
@@ -127,7 +127,7 @@ def _questions(task: str, dataset: Path | None, seed: int) -> tuple[Workflow, li
 @bench.command()
 def vllm(
     case: Annotated[
-        list[str] | None, options.name(help="cycle, load; repeatable. Default: both. A checkout has more.")
+        list[str] | None, options.name(help="cycle, load (default: both), in a checkout team, sessions; repeatable.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Shorter prompts, three trials.")] = False,
     model: Annotated[

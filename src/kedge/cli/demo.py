@@ -25,10 +25,10 @@ def demo(
     questions: Annotated[
         int | None, options.number(help="How many questions the team answers. Default 100, a real model 20.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A fifth of the questions.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="20 questions, a real model 12.")] = False,
     task: Annotated[
         str | None,
-        options.name(help="math, the bundled model's and its default; or reading or gsm8k, default reading."),
+        options.name(help="math, the bundled model's; reading (the others'), gsm8k, reading-long or -sessions."),
     ] = None,
     model: Model = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the questions.")] = 11,
@@ -43,11 +43,11 @@ def demo(
     task = task or ("math" if is_toy else "reading")
     if task not in DEMO_TASKS:
         raise ConfigError("--task", task, f"must be one of {', '.join(DEMO_TASKS)}")
-    questions = questions or (100 if is_toy else 20) // (5 if quick else 1)
+    questions = questions or ((20 if quick else 100) if is_toy else (12 if quick else 20))
     console = terminal()
     result = _compare(console, questions, task, model, seed)
     console.print(score_table(result["agents"]), _summary(result))
-    console.print(TOY if is_toy else REAL)
+    console.print(TOY if is_toy else f"{model} in {result['dtype']}. {REAL}")
     if json_file:
         save(console, json_file, {**result, "task": task, "seed": seed})
 
@@ -74,7 +74,7 @@ def _compare(console: Console, count: int, task: str, model: Path | None, seed: 
             return answer(engine, workload, asked, mode, note)
 
         both = answered(ReuseMode.OFF, "dense prefill"), answered(ReuseMode.TRANSLATE, "translated")
-    return {**compared(*both), "questions": len(asked)}
+        return {**compared(*both), "questions": len(asked), "dtype": engine.inspect()["dtype"]}
 
 
 def score_table(agents: Sequence[Mapping[str, Any]]) -> Group:
@@ -91,7 +91,7 @@ def _row(one: Mapping[str, Any]) -> list[str]:
         one["agent"],
         f"{dense:.1f} ({one['ttft_dense_p90_ms']:.0f})",
         f"{ours:.1f} ({one['ttft_translated_p90_ms']:.0f})",
-        f"{dense / ours:.2f}x",
+        f"{dense / ours:.2f}x" if one["reuse_rate"] else "-",
         f"{one['reuse_rate']:.0%}",
         "/".join(f"{count / sum(counts) * 100:.0f}" for count in counts),
         " | ".join(_accuracies(one)),

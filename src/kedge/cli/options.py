@@ -9,7 +9,7 @@ import typer
 Model = Annotated[
     Path | None, typer.Option(metavar="MODEL", help="A folder, a GGUF file, nano or smollm2. Default: nano.")
 ]
-RealModel = Annotated[Path, typer.Option(metavar="MODEL", help="smollm2, a folder, or a GGUF file. Default: smollm2.")]
+RealModel = Annotated[Path, typer.Option(metavar="MODEL", help="smollm2, a folder, or a GGUF file.")]
 Config = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Settings; default: kedge.toml, if there is one here.")
 ]
