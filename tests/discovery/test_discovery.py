@@ -66,6 +66,9 @@ def test_a_team_is_found_after_three_runs() -> None:
     assert judged.produces is None
     assert (solved.shared, judged.shared) == (0, 60 + 25)
     assert whole(judged) == team.judge(question, answer)
+    for size, shared in ((7, 0), (8, 8)):
+        _, again = (team.ask(team.solver(words("short", size))) for _ in range(2))
+        assert again and again.shared == shared, "what is too short says nothing of where it is from"
 
 
 def test_what_tokenizers_join_with_an_answer_is_not_taken_for_a_part_of_it() -> None:

@@ -178,10 +178,11 @@ def test_a_mark_is_found_wherever_it_stands(body: dict[str, Any]) -> None:
     assert kept(body) == 300
 
 
-def test_the_longest_counts() -> None:
+def test_the_longest_counts_and_no_mark_is_no_hint() -> None:
     content = [{"type": "text", "text": "x", "cache_control": one} for one in (FIVE, HOUR, FIVE)]
     assert kept({"messages": [{"content": content}, {"content": "text"}, 3], "cache_control": FIVE}) == 3600
     assert kept({"prompt_cache_retention": "24h"}) == 3600, "no longer than is promised to anybody"
+    assert kept({"messages": [{"content": "x"}], "system": "y", "tools": None, "cache_control": None}) is None
 
 
 @pytest.mark.parametrize("mark", ["5m", {}, {"type": "forever"}, {"type": "ephemeral", "ttl": "1 day"}, [3]])
@@ -189,7 +190,3 @@ def test_a_mark_that_cannot_be_read_is_counted(mark: Any) -> None:
     hints, ignored = read_hints({"cache_control": mark}, {})
     assert hints.keep_for is None
     assert {key for key, count in ignored.items() if count} == {("anthropic", IgnoredReason.BAD_VALUE)}
-
-
-def test_no_mark_is_no_hint() -> None:
-    assert kept({"messages": [{"content": "x"}], "system": "y", "tools": None, "cache_control": None}) is None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 
-from kedge.discovery import token_bytes
+from kedge.discovery import bounds, token_bytes
 from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BYTES, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES, SHORT
 from kedge.discovery.found_agents import BLOCK_TOKENS, LEAST_SHARE, FoundAgent, FoundAgents, grouped
 from kedge.discovery.known_texts import KnownText, KnownTexts
@@ -313,14 +313,13 @@ class Discovery:
         yield from self.texts.index.find(token_bytes.cut(asked.prompt, common, filled[0].start))
 
     def _keep_value(self, prompt: bytes, filled: Filled) -> bool:
-        """Take note of a value that is read. Returns whether others had or read it before."""
-        value = token_bytes.cut(prompt, filled.start, filled.stop)
+        """Take note of a value that is read. Returns whether others had or read it before, and it identifies a text."""
+        value, label = token_bytes.cut(prompt, filled.start, filled.stop), filled.slot.label
         known = value in self._read or self.texts.answer(value) is not None
         self._read[value] = None
-        label = filled.slot.label
         if not is_answer(label):
             self.texts.put(KnownText(value, (lambda: label,)))
-        return known
+        return known and filled.stop - filled.start >= bounds.LEAST_TOKENS
 
     def _segments(self, prompt: bytes, filled: Sequence[Filled]) -> tuple[Segment, ...]:
         """Return a prompt in segments, in which a label that comes again has its number."""
