@@ -12,8 +12,9 @@ GRAMMAR = 'start: "abc"'
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> HFTokenizer:
-    return HFTokenizer.load(model_path(None))
+def known() -> Grammars:
+    tokenizer = HFTokenizer.load(model_path(None))
+    return Grammars(tokenizer, {tokenizer.inner.eos_token_id}, len(tokenizer.inner))
 
 
 @pytest.fixture
@@ -24,22 +25,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def grammars(tokenizer: HFTokenizer) -> Grammars:
-    return Grammars(tokenizer, {tokenizer.inner.eos_token_id}, len(tokenizer.inner))
-
-
-def test_answers_that_share_a_grammar_go_on_by_themselves(tokenizer: HFTokenizer, compiled: list[str]) -> None:
-    known = grammars(tokenizer)
+def test_answers_that_share_a_grammar_go_on_by_themselves(known: Grammars, compiled: list[str]) -> None:
     one, other = known.begin(GRAMMAR), known.begin(GRAMMAR)
     assert one and other and compiled == [GRAMMAR]
     at_first = other.allowed()
-    for token in tokenizer.encode("abc", special=False):
+    for token in known._tokenizer.encode("abc", special=False):
         one.take(token)
     assert other.allowed() == at_first != one.allowed()
 
 
-def test_what_is_not_a_grammar_is_refused_each_time(tokenizer: HFTokenizer, compiled: list[str]) -> None:
-    known = grammars(tokenizer)
+def test_what_is_not_a_grammar_is_refused_each_time(known: Grammars, compiled: list[str]) -> None:
     for _ in range(2):
         with pytest.raises(InvalidGrammar, match="cannot be read"):
             known.begin("start: nothing")
@@ -47,13 +42,13 @@ def test_what_is_not_a_grammar_is_refused_each_time(tokenizer: HFTokenizer, comp
     assert known.begin("") is None
 
 
-def test_a_very_long_grammar_is_not_kept(tokenizer: HFTokenizer, compiled: list[str]) -> None:
-    known, long = grammars(tokenizer), f"{GRAMMAR}\n// {'x' * MAX_GRAMMAR}"
+def test_a_very_long_grammar_is_not_kept(known: Grammars, compiled: list[str]) -> None:
+    long = f"{GRAMMAR}\n// {'x' * MAX_GRAMMAR}"
     assert known.begin(long) and known.begin(long) and compiled == [long, long]
 
 
-def test_what_is_kept_is_a_tenants_own_and_bounded(tokenizer: HFTokenizer, compiled: list[str]) -> None:
-    known, size = grammars(tokenizer), MAX_GRAMMAR // 3
+def test_what_is_kept_is_a_tenants_own_and_bounded(known: Grammars, compiled: list[str]) -> None:
+    size = MAX_GRAMMAR // 3
     first, *others = (f"{GRAMMAR}\n// {number}{'x' * size}" for number in range(3))
     one, other = "a", "b"
     for grammar in (first, *others):
@@ -74,13 +69,19 @@ def test_what_is_kept_is_a_tenants_own_and_bounded(tokenizer: HFTokenizer, compi
         '{"const": [-9223372036854775799]}',
         '{"type": "integer", "minimum": -9223372036854775807, "maximum": -9223372036854775806}',
         '{"type": "integer", "minimum":-1E30, "maximum":-9.3e18}',
+        '{"$ref": "#/$defs/a", "$defs": {"a": {"multipleOf" : 9.9991E4}}}',
+        '{"properties": {"a": {"multipleOf":65521000.0}}}',
+        '{"type": "integer", "multipleOf": 0.99991}',
+        '{"allOf": [{"multipleOf": 101}, {"multipleOf": 103.0}]}',
     ],
 )
-def test_numbers_that_would_end_the_process_are_refused(tokenizer: HFTokenizer, schema: str) -> None:
-    with pytest.raises(InvalidGrammar, match="too small"):
-        grammars(tokenizer).begin(f"start: %json {schema}")
+def test_numbers_that_would_end_the_process_are_refused(known: Grammars, schema: str) -> None:
+    with pytest.raises(InvalidGrammar, match="`multipleOf`s" if "multipleOf" in schema else "too small"):
+        known.begin(f"start: %json {schema}")
 
 
-def test_other_long_numbers_are_taken(tokenizer: HFTokenizer) -> None:
+def test_other_long_numbers_are_taken(known: Grammars) -> None:
     said = '{"enum": [-9223372036854774000, 9223372036854775807, "at-99999999999999999999999", -1.5e-7]}'
-    assert grammars(tokenizer).begin(f"start: %json {said}")
+    assert known.begin(f"start: %json {said}")
+    fields = ", ".join(f'"{at}": {{"multipleOf": {one}}}' for at, one in enumerate(("0.01", 1e-5, 86400, 12, 10**6)))
+    assert known.begin(f'start: %json {{"properties": {{{fields}}}}}')

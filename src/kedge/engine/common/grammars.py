@@ -5,6 +5,7 @@ Grammars are in llguidance's variant of Lark, where `%json {…}` stands for tex
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 from collections import OrderedDict
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 KEY = "grammar"
 NEGATIVE = re.compile(r"(?<=[\s:,\[])-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([\d.]+)')
 EXCERPT = re.compile(r"\n\s*\d+ \|")
 
 
@@ -72,25 +74,20 @@ class Grammars:
         """Return the state of an answer that has not begun; None for "", which every answer conforms to.
 
         Raises `InvalidGrammar` for a grammar that cannot be read, a model whose answers no token ends, and where
-        llguidance is missing. A large schema takes up to a second.
+        llguidance is missing. A large schema takes seconds.
         """
         if not grammar:
             return None
         with self._lock:
-            found = self._kept.use(tenant, OrderedDict).get(grammar)
-        return GrammarState((found or self._compiled(grammar, tenant)).deep_copy())
-
-    def _compiled(self, grammar: str, tenant: TenantId) -> LLMatcher:
-        """Compile a grammar and keep it in place of the tenant's oldest ones: agents ask for the same schemas again and
-        again. None is shared between tenants, who would tell by the time which ones the others use.
-        """
-        matcher = self._compile(grammar)
-        with self._lock:
-            kept = self._kept.use(tenant, OrderedDict)
-            kept[grammar] = matcher
-            while sum(map(len, kept)) > MAX_GRAMMAR:
-                kept.popitem(last=False)
-        return matcher
+            matcher = self._kept.use(tenant, OrderedDict).get(grammar)
+        if matcher is None:
+            matcher = self._compile(grammar)
+            with self._lock:  # for the tenant alone: others would tell by the time that it was there
+                kept = self._kept.use(tenant, OrderedDict)
+                kept[grammar] = matcher
+                while sum(map(len, kept)) > MAX_GRAMMAR:
+                    kept.popitem(last=False)
+        return GrammarState(matcher.deep_copy())
 
     def _compile(self, grammar: str) -> LLMatcher:
         try:
@@ -99,20 +96,21 @@ class Grammars:
             raise InvalidGrammar(KEY, brief(grammar), "needs llguidance (pip install 'kedge[server]')") from None
         if any(float(found[0]) <= -(2.0**63) for found in NEGATIVE.finditer(grammar)):  # llguidance's stack overflows
             raise InvalidGrammar(KEY, brief(grammar), "has a number that is too small: they must be above -2**63")
+        # llguidance builds a state for each remainder, of all conditions on a number together; zeros cost little
+        multiples = {found[1].replace(".", "").strip("0")[:19] or 1 for found in MULTIPLE.finditer(grammar)}
+        if math.lcm(*map(int, multiples)) > 4096:
+            raise InvalidGrammar(KEY, brief(grammar), "has `multipleOf`s without a common multiple up to 4096")
         matcher = LLMatcher(self._wrap(), LLMatcher.grammar_from_lark(grammar), log_level=0)
         if matcher.is_error():
             # llguidance's text without the excerpt of the grammar that follows it
             reason = " ".join(EXCERPT.split(matcher.get_error())[0].split())
             raise InvalidGrammar(KEY, brief(grammar), f"cannot be read: {reason}")
-        self._try(GrammarState(matcher.deep_copy()))
+        tried = GrammarState(matcher.deep_copy())
+        for _ in range(4):  # the first tokens show where no answer has an end
+            if not tried.is_over:
+                bits = int.from_bytes(tried.allowed(), "little")
+                tried.take((bits & -bits).bit_length() - 1)
         return matcher
-
-    def _try(self, state: GrammarState, steps: int = 4) -> None:
-        """Raise `InvalidGrammar` for a grammar of which no answer has an end, as its first tokens show."""
-        while steps and not state.is_over:
-            steps -= 1
-            bits = int.from_bytes(state.allowed(), "little")
-            state.take((bits & -bits).bit_length() - 1)
 
     def _wrap(self) -> LLTokenizer:
         """Return the tokenizer as llguidance reads it; made once, as that takes up to a second."""
