@@ -1,7 +1,7 @@
 """Drawing the next tokens of a pass: one batched operation for all of its requests."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor
@@ -50,12 +50,15 @@ class Sampler:
     """Replaces `params`: it gets all logits and may force an answer."""
     grammar: GrammarState | None = None
     """What the answer conforms to, and how far it has come"""
-    prompt: Sequence[int] = ()
+    prompt: InitVar[Sequence[int]] = ()
     answer: list[int] = field(default_factory=list)
     """The tokens drawn so far, where penalties need them"""
     generator: torch.Generator | None = None
+    seen: Tensor = field(init=False)
+    """The tokens of the prompt, where penalties need them"""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, prompt: Sequence[int]) -> None:
+        self.seen = torch.tensor(prompt if self.penalises else (), dtype=torch.long).unique()
         if not self.is_greedy:
             self.generator = torch.Generator()
             if self.params.seed is None:
@@ -115,24 +118,16 @@ def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Excep
 
 
 def _penalise(logits: Tensor, samplers: Sequence[Sampler]) -> None:
-    """Lower the logits of tokens that occurred, as their requests ask for: one operation for all of them."""
-    rows = [row for row, sampler in enumerate(samplers) if sampler.penalises]
-    if not rows:
-        return
-    chosen, asked = logits[rows], [samplers[row] for row in rows]
-    seen, times = torch.zeros_like(chosen, dtype=torch.bool), torch.zeros_like(chosen)
-    for row, sampler in enumerate(asked):
-        answer = torch.tensor(sampler.answer, dtype=torch.long, device=logits.device)
-        times[row].index_add_(0, answer, torch.ones_like(answer, dtype=times.dtype))
-        seen[row, torch.tensor(sampler.prompt, dtype=torch.long, device=logits.device)] = True
-
-    def column(name: str) -> Tensor:
-        return torch.tensor([[getattr(one.params, name)] for one in asked], device=logits.device, dtype=chosen.dtype)
-
-    factor = column("repetition_penalty")
-    repeated = torch.where(chosen > 0, chosen / factor, chosen * factor)
-    chosen = torch.where(seen | (times > 0), repeated, chosen)
-    logits[rows] = chosen - column("frequency_penalty") * times - column("presence_penalty") * (times > 0)
+    """Lower the logits of tokens that occurred, as their requests ask for."""
+    for row, sampler in enumerate(samplers):
+        if sampler.penalises:
+            one, answer = sampler.params, torch.tensor(sampler.answer, dtype=torch.long)
+            seen = torch.cat([sampler.seen, answer]).to(logits.device)
+            found = logits[row, seen]
+            factor = one.repetition_penalty
+            logits[row, seen] = torch.where(found > 0, found / factor, found * factor)
+            said, times = answer.unique(return_counts=True)  # on the CPU: a device would be waited for
+            logits[row, said.to(logits.device)] -= (one.frequency_penalty * times + one.presence_penalty).to(logits)
 
 
 def _forbid(logits: Tensor, samplers: Sequence[Sampler]) -> dict[int, Exception]:
