@@ -15,6 +15,7 @@ from kedge.workflow.graph import Agent, Step, Workflow, order
 from kedge.workflow.template import Placeholder
 from tests.engine.test_validation import IMPOSSIBLE_SAMPLING
 
+UNREAD = (("a", "b"), ("x", "a"), ("b", "x"))
 SAMPLED = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
@@ -79,12 +80,6 @@ def test_loop_reads_the_turn_before() -> None:
     assert workflow.needs(Step("writer", 1)) == {("critic", 0), ("writer", 0)}
 
 
-@pytest.mark.parametrize("loop", [("a", "b"), ("x", "a"), ("b", "x")])
-def test_loops_must_be_read(loop: tuple[str, str]) -> None:
-    with pytest.raises(WorkflowError, match="loops"):
-        flow(agent("a"), agent("b", "agent_a_history_1"), loops=(loop,))
-
-
 def test_needs_and_steps() -> None:
     workflow = flow(agent("a", "agent_b_history_2"), agent("b", "agent_a_current"), turns=3)
     assert workflow.steps == (("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2))
@@ -102,6 +97,7 @@ def test_needs_and_steps() -> None:
         ({"inputs": ("user_question", "agent_a_current")}, "inputs"),
         ({"inputs": ("user_question", "two words")}, "placeholder"),
         ({"turns": 0}, "turns"),
+        *(({"agents": (agent("a"), agent("b", "agent_a_history_1")), "loops": (loop,)}, "loops") for loop in UNREAD),
         ({"agents": (Agent("a", "", " \n"),)}, "agent a: user"),
     ],
 )

@@ -157,6 +157,7 @@ class EngineThread:
             self._drain()
             self._shut()
             self.number = 0  # another thread may get its number
+            del self._core  # what closes the engine at the latest when the process exits keeps this thread until then
 
     def _shut(self) -> None:
         """End every stream, whatever the state of the core."""
