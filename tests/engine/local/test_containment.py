@@ -1,13 +1,11 @@
 """Whatever one request does, or happens to it, ends this request with a typed error and nothing else."""
 
 import gc
-import os
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from textwrap import dedent
 from typing import Any, TypeVar
@@ -138,22 +136,6 @@ def test_a_closed_engine_is_told_as_closed_also_on_a_thread_with_its_threads_num
     assert engine.failure is None and not engine._thread.number, "another thread may get it"
     with pytest.raises(EngineClosed):
         engine.inspect()
-
-
-def test_a_fork_gets_an_error(engine: LocalEngine) -> None:
-    request, (reads, writes) = call(), os.pipe()
-    if not os.fork():
-        try:
-            engine.submit(request)
-        except EngineClosed as error:
-            os.write(writes, str(error).encode())
-        with suppress(EngineClosed):
-            engine.inspect()
-        engine.close()
-        os._exit(0)
-    os.close(writes)
-    assert b"fork" in os.read(reads, 1000)
-    assert os.wait()[1] == 0 and engine.submit(request).result(PATIENCE).tokens
 
 
 def test_nothing_keeps_the_memory_of_a_closed_engine() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.base import Item, Quota
+from kedge.engine.base import Engine, Item, Quota
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.process.engine import ProcessEngine
@@ -122,6 +122,23 @@ def test_signals_to_the_group_leave_the_process_to_its_program(echo: ProcessEngi
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(echo.pid, number)
     SUITE.serves(echo)
+
+
+@pytest.mark.parametrize("make", [tiny_engine, partial(ProcessEngine, tiny_engine)], ids=["local", "process"])
+def test_a_fork_gets_an_error(make: Callable[[], Engine]) -> None:
+    reads, writes = os.pipe()
+    with make() as engine:
+        request = SUITE.request(engine, "hello", max_tokens=3)
+        if not os.fork():
+            signal.alarm(10)
+            for call in (lambda: engine.submit(request), engine.inspect):
+                os.write(writes, str(closed(call)).encode())
+            engine.forecast({})
+            engine.close()
+            os._exit(0)
+        os.close(writes)
+        assert os.wait()[1] == 0 and os.read(reads, 1000).count(b"fork") == 2
+        assert engine.submit(request).result(SECONDS).tokens
 
 
 # its start --------------------------------------------------------------------------------------------------------

@@ -160,9 +160,8 @@ class ProcessEngine(Engine):
     def close(self) -> None:
         """Cancel what runs and end the process. Idempotent. Raises `WrongThread` where a stream is listened to."""
         self._refuse_reader()
-        with self._lock:
-            is_first, self._closing = not self._closing, True
-        if is_first:  # a process that was stopped reads nothing
+        is_first, self._closing = not self._closing, True
+        if is_first and self._reader.is_alive():  # not in a fork; a process that was stopped reads nothing
             data = pickle.dumps(Call(None, "close"))
             threading.Thread(target=self._write, args=(data,), daemon=True).start()
         self._reader.join(ENDING)
@@ -175,31 +174,29 @@ class ProcessEngine(Engine):
     def _ask(self, method: str, *arguments: object, stream: TokenStream | None = None, turn_of: str = "") -> Any:
         """Call a method of the engine there. Returns what it returned, and raises what it raised, or `WrongThread`."""
         self._refuse_reader()
-        answer, number = Future[Any](), next(self._numbers)
-        data = pickle.dumps(Call(number, method, _pickled(method, arguments), turn_of))
-        with self._lock:
-            self._require_open()
-            self._pending[number] = answer
-            if stream is not None:
-                self._streams[number] = stream
-        self._write(data)
-        value: bytes = answer.result()
-        return pickle.loads(value)
+        answer = Future[Any]()
+        self._send(Call(next(self._numbers), method, _pickled(method, arguments), turn_of), answer, stream)
+        return pickle.loads(answer.result())
 
     def _tell(self, method: str, *arguments: object) -> None:
         """Call a method of the engine that returns nothing."""
-        data = pickle.dumps(Call(None, method, _pickled(method, arguments)))
+        self._send(Call(None, method, _pickled(method, arguments)))
+
+    def _send(self, call: Call, answer: Future[Any] | None = None, stream: TokenStream | None = None) -> None:
+        if not self._reader.is_alive():  # before any lock, which another thread may have held at the fork
+            raise self._closed_error(self._over or "is of the process that this one is a fork of")
         with self._lock:
-            self._require_open()
-        self._write(data)
+            if self._closing or self._over is not None:
+                raise self._closed_error(self._over or "was closed")
+            if call.number is not None and answer is not None:
+                self._pending[call.number] = answer
+                if stream is not None:
+                    self._streams[call.number] = stream
+        self._write(pickle.dumps(call))
 
     def _refuse_reader(self) -> None:
         if threading.current_thread() is self._reader:
             raise WrongThread("engine process", self._reader.name, "what listens to a stream would wait for itself")
-
-    def _require_open(self) -> None:
-        if self._closing or self._over is not None:
-            raise self._closed_error(self._over or "was closed")
 
     def _write(self, data: bytes) -> None:
         with self._sending, suppress(OSError):  # the reader notices as well, and ends what is in flight
