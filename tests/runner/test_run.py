@@ -118,9 +118,10 @@ def test_the_engine_is_told_what_every_prompt_begins_with(engine: Engine) -> Non
     assert all(not more for _, more in others)
 
 
-def test_generated_tokens_are_never_tokenized_again_and_special_ones_not_read() -> None:
-    with EchoEngine({"a": "<|bos|>\ufffd"}) as engine:
-        run(engine, CHAIN, ASK)
+@pytest.mark.parametrize(("rest", "stop"), [("", ()), (" END", (" E",))])
+def test_what_is_read_of_an_answer_is_its_text_without_special_tokens(rest: str, stop: tuple[str, ...]) -> None:
+    with EchoEngine({"a": f"<|bos|>\ufffd{rest}"}) as engine:
+        run(engine, flow(agent("a", stop=stop), agent("b", "agent_a_current")), ASK)
         answer = engine.requests[1].segments[3]
     assert answer.name == "agent_a_current"
     assert answer.tokens == tuple("\ufffd".encode())

@@ -30,6 +30,14 @@ class Remembered(NamedTuple):
         """Return what is remembered of a value: that of one without tokens is that it is empty."""
         return cls(value if value.tokens else NOTHING, text)
 
+    @classmethod
+    def read(cls, sample: SampleId, text: str, tokenizer: Tokenizer, answer: Tokens = ()) -> Self:
+        """Return what is remembered of a text: an answer's tokens, unless they go on behind it with a stop string."""
+        tokens = tokenizer.plain(answer)
+        if (decoded := tokenizer.decode(tokens)) != text and (not decoded or decoded.startswith(text)):
+            tokens = tokenizer.encode(text, special=False, inside=True)
+        return cls.of(Value(tokens, sample), text)
+
 
 @lru_cache(maxsize=16)
 def compiled(workflow: Workflow, tokenizer: Tokenizer) -> Mapping[AgentId, CompiledAgent]:

@@ -30,13 +30,13 @@ from kedge.types import (
     RunId,
     SampleId,
     TenantId,
+    Tokens,
     ValueKind,
 )
 from kedge.workflow.forecast import ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.spec import tool_name
 from kedge.workflow.step_graph import StepGraph
-from kedge.workflow.template import Value
 
 OnToolError = Literal["raise", "text"]
 """Whether a failed tool fails the run, or its result is the name of the error's class."""
@@ -169,7 +169,6 @@ class RunLoop:
         prompts = compiled(self.workflow, self.engine.tokenizer)  # type: ignore[arg-type] # objects have a hash
         self.prompts = RunPrompts(self.key, self.workflow, prompts, (self.memory,))
         self.progress = RunProgress(StepGraph.of(self.workflow), self.key, ForecastBoard())
-        self.read = self.workflow.read_answers
         for name, text in self.inputs.items():
             self._remember(SampleId(ValueKind.INPUT, name), text)
 
@@ -198,18 +197,14 @@ class RunLoop:
         return RunResult(self.key.run_id, results, (time.perf_counter() - started) * 1e3)
 
     def _submit_ready(self, pool: ThreadPoolExecutor) -> None:
+        begun = self.results.keys() | self.in_flight.keys()
         for step in self.workflow.steps:
-            is_ready = self.workflow.needs(step) <= self.results.keys()
-            if step not in self.results and step not in self.in_flight and is_ready:
+            if step not in begun and self.workflow.needs(step) <= self.results.keys():
                 stream, agent = self._submit(step), self.workflow.agent(step.agent)
                 pool.submit(self._read, step, agent, stream).add_done_callback(self.posted.put)
                 self._notify(RunEvent(EventKind.SUBMITTED, step.agent, step.turn, stream.request_id))
-        self._prepare_next()
-
-    def _prepare_next(self) -> None:
-        """Give the engine the prompts, as far as they are known, of steps that wait only for what is running."""
-        begun = self.results.keys() | self.in_flight.keys()
-        for step in self.workflow.steps:
+        begun |= self.in_flight.keys()
+        for step in self.workflow.steps:  # the engine gets what is known of prompts that wait only for what is running
             if step not in begun and self.workflow.needs(step) <= begun:
                 self.engine.prepare(self._request(step))
 
@@ -227,22 +222,19 @@ class RunLoop:
 
     def _request(self, step: Step) -> GenerateRequest:
         reuse = self.workflow.agent(step.agent).reuse or self.reuse
-        return self.prompts.request(step, reuse, produces=step.sample() if step in self.read else None)
+        return self.prompts.request(step, reuse, produces=step.sample() if step in self.workflow.read_answers else None)
 
     def _take(self, result: AgentResult) -> None:
         step = Step(result.agent, result.turn)
         del self.in_flight[step]
         self.results[step] = result
         self.engine.forecast(self.progress.finished(step.agent, time.monotonic()))
-        read = self.engine.tokenizer.plain(result.completion.tokens)
-        self.memory[step.sample()] = Remembered.of(Value(read, step.sample()), result.text)
+        self._remember(step.sample(), result.text, result.completion.tokens)
         if result.tool_result is not None:
             self._remember(step.sample(ValueKind.CONDITION), result.tool_result)
 
-    def _remember(self, sample: SampleId, text: str) -> None:
-        """Remember a value that is a text and not an answer: answers are never tokenized again."""
-        tokens = self.engine.tokenizer.encode(text, special=False, inside=True) if text else ()
-        self.memory[sample] = Remembered.of(Value(tokens, sample), text)
+    def _remember(self, sample: SampleId, text: str, answer: Tokens = ()) -> None:
+        self.memory[sample] = Remembered.read(sample, text, self.engine.tokenizer, answer)
 
     def _notify(self, event: RunEvent) -> None:
         if self.on_event is not None:

@@ -140,8 +140,8 @@ class ClientRuns:
     def answered(self, run: ClientRun, hints: Hints, step: Step | None, answer: Completion) -> None:
         """Record the whole answer to a call; of a step also what others read of it."""
         if step:
-            tokens = self._engine.tokenizer.plain(answer.tokens)
-            run.answers[step.sample()] = Remembered.of(Value(tokens, step.sample()), answer.text)
+            remembered = Remembered.read(step.sample(), answer.text, self._engine.tokenizer, answer.tokens)
+            run.answers[step.sample()] = remembered
         if hints.final:
             self.end(run)
         elif hints.agent:
