@@ -77,15 +77,15 @@ def test_loop_reads_the_turn_before() -> None:
     assert workflow.source(Step("writer", 0), read) is None
     assert workflow.source(Step("writer", 1), read) == ("critic", 0)
     assert workflow.source(Step("critic", 1), Placeholder.parse("agent_writer_current")) == ("writer", 1)
-    assert workflow.needs(Step("writer", 1)) == {("critic", 0), ("writer", 0)}
+    assert workflow.needs[Step("writer", 1)] == {("critic", 0), ("writer", 0)}
 
 
 def test_needs_and_steps() -> None:
     workflow = flow(agent("a", "agent_b_history_2"), agent("b", "agent_a_current"), turns=3)
     assert workflow.steps == (("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2))
-    assert workflow.needs(Step("a", 0)) == frozenset()
-    assert workflow.needs(Step("a", 1)) == {("a", 0)}
-    assert workflow.needs(Step("a", 2)) == {("a", 1), ("b", 0)}
+    assert workflow.needs[Step("a", 0)] == frozenset()
+    assert workflow.needs[Step("a", 1)] == {("a", 0)}
+    assert workflow.needs[Step("a", 2)] == {("a", 1), ("b", 0)}
 
 
 @pytest.mark.parametrize(

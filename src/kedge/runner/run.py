@@ -199,13 +199,13 @@ class RunLoop:
     def _submit_ready(self, pool: ThreadPoolExecutor) -> None:
         begun = self.results.keys() | self.in_flight.keys()
         for step in self.workflow.steps:
-            if step not in begun and self.workflow.needs(step) <= self.results.keys():
+            if step not in begun and self.workflow.needs[step] <= self.results.keys():
                 stream, agent = self._submit(step), self.workflow.agent(step.agent)
                 pool.submit(self._read, step, agent, stream).add_done_callback(self.posted.put)
                 self._notify(RunEvent(EventKind.SUBMITTED, step.agent, step.turn, stream.request_id))
         begun |= self.in_flight.keys()
         for step in self.workflow.steps:  # the engine gets what is known of prompts that wait only for what is running
-            if step not in begun and self.workflow.needs(step) <= begun:
+            if step not in begun and self.workflow.needs[step] <= begun:
                 self.engine.prepare(self._request(step))
 
     def _submit(self, step: Step) -> Stream:

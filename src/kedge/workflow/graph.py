@@ -219,11 +219,14 @@ class Workflow:
         sources = (self.source(step, read) for step, read in reads if read.kind is ValueKind.AGENT)
         return frozenset(source for source in sources if source)
 
-    def needs(self, step: Step) -> frozenset[Step]:
-        """Return the steps that must be done before this one: those it reads from, and its own agent's last turn."""
-        reads = (read for read in self.agent(step.agent).placeholders if read.kind is not ValueKind.INPUT)
-        sources = {source for read in reads if (source := self.source(step, read))}
-        return frozenset(sources | ({Step(step.agent, step.turn - 1)} if step.turn else set()))
+    @cached_property
+    def needs(self) -> Mapping[Step, frozenset[Step]]:
+        """Step -> the steps that must be done before it: those it reads from, and its own agent's last turn."""
+        found = {step: {Step(step.agent, step.turn - 1)} if step.turn else set[Step]() for step in self.steps}
+        for step, sources in found.items():
+            reads = (read for read in self.agent(step.agent).placeholders if read.kind is not ValueKind.INPUT)
+            sources.update(source for read in reads if (source := self.source(step, read)))
+        return {step: frozenset(sources) for step, sources in found.items()}
 
 
 def _is_current(placeholder: Placeholder) -> bool:

@@ -128,7 +128,7 @@ class StepGraph:
             return f"{step.agent}@{step.turn}" if workflow.turns > 1 else step.agent
 
         def node(step: Step) -> Node:
-            needs = {name(need) for need in workflow.needs(step)}
+            needs = {name(need) for need in workflow.needs[step]}
             return Node(name(step), after=[needs] if needs else (), agent=step.agent)
 
         return cls(workflow.name, tuple(node(step) for step in workflow.steps))
