@@ -14,7 +14,7 @@ from kedge.guard import EVERYTHING, DecisionKind, GuardMode, GuardNote, GuardOrd
 from kedge.reuse.guard import fidelity
 from kedge.reuse.guard import guard as guard_module
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.reuse.guard.fidelity import LEARNING, LEAST, MAX_PROOFS, RUNGS, RungFinding
+from kedge.reuse.guard.fidelity import LEARNING, LEAST, RUNGS, RungFinding
 from kedge.reuse.guard.fidelity import SETTLED as ENOUGH
 from kedge.reuse.guard.guard import MORE, QualityGuard, SavedGroup
 from kedge.reuse.guard.record import SETTLED, TRIALS
@@ -495,9 +495,8 @@ def test_proofs_are_bounded_and_cleared(monkeypatch: pytest.MonkeyPatch) -> None
     asked = request("a", agent="agent-19")
     for word in range(100):  # those of others stay
         guard.verdict(replace(asked, segments=(Segment((word,), "p0"), *asked.segments)))
-    saved = SavedGroup.model_validate(*guard.saved().values())
-    held = Counter(one.agent for one in saved.proofs)
-    assert held == {"agent-16": 1, "agent-17": 1, "agent-18": 1, "agent-19": MAX_PROOFS}
+    held = Counter(one.agent for one in SavedGroup.model_validate(*guard.saved().values()).proofs)
+    assert held == {"agent-16": 1, "agent-17": 1, "agent-18": 1, "agent-19": 16}
     guard.clear()
     guard.found(asked, ("a",), [RungFinding(ANCHORS, 0.0, 0.1)])
     assert guard.saved() == {}, "findings of an agent that is not known any more are dropped"

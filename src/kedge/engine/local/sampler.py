@@ -121,13 +121,12 @@ def _penalise(logits: Tensor, samplers: Sequence[Sampler]) -> None:
     """Lower the logits of tokens that occurred, as their requests ask for."""
     for row, sampler in enumerate(samplers):
         if sampler.penalises:
-            one, answer = sampler.params, torch.tensor(sampler.answer, dtype=torch.long)
-            seen = torch.cat([sampler.seen, answer]).to(logits.device)
-            found = logits[row, seen]
-            factor = one.repetition_penalty
-            logits[row, seen] = torch.where(found > 0, found / factor, found * factor)
-            said, times = answer.unique(return_counts=True)  # on the CPU: a device would be waited for
-            logits[row, said.to(logits.device)] -= (one.frequency_penalty * times + one.presence_penalty).to(logits)
+            params, answer = sampler.params, torch.tensor(sampler.answer, dtype=torch.long)
+            seen, factor = torch.cat([sampler.seen, answer]).to(logits.device), params.repetition_penalty
+            logits[row, seen] = torch.where((old := logits[row, seen]) > 0, old / factor, old * factor)
+            tokens, counts = answer.unique(return_counts=True)  # on the CPU, as `unique` would synchronize with a GPU
+            lower = params.frequency_penalty * counts + params.presence_penalty
+            logits[row, tokens.to(logits.device)] -= lower.to(logits)
 
 
 def _forbid(logits: Tensor, samplers: Sequence[Sampler]) -> dict[int, Exception]:

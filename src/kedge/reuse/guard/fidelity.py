@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 
 from pydantic import BaseModel
 
+from kedge.discovery.bounds import MAX_OF_ONE
 from kedge.guard import FidelityNote
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, WorkflowAgent
@@ -25,8 +26,8 @@ SETTLED = 40
 """Comparisons after which a bound hardly gets tighter: older ones weigh an eighth"""
 STAYS = 0.9
 """A cheaper rung takes over only if it computes less than this share of what the one that serves computes"""
-MAX_PROOFS = 16
-"""Wordings of an agent's template, and budgets under each, whose proofs are kept apart"""
+MAX_BUDGETS = 6
+"""Budgets of one agent whose proofs are kept apart"""
 RETRIED = 4
 """Of the times that rungs are tried, one in so many includes those by anchors that were too far off"""
 URGENT = 1.0
@@ -163,7 +164,7 @@ class Proof:
     rungs: dict[int, RungRecord] = field(default_factory=dict)
     noise: MeanEvidence = field(default_factory=MeanEvidence)
     """Nats a token from one dense answer to the same one in a pass of another shape: rounding alone"""
-    serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(MAX_PROOFS))
+    serving: BoundedDict[float, Serving] = field(default_factory=lambda: BoundedDict(MAX_BUDGETS))
     """By budget: calls may have budgets of their own"""
     seen: BoundedDict[tuple[int, int], None] = field(default_factory=lambda: BoundedDict(1024))
     """Rungs and hashes of the prompts that were compared on them"""
@@ -276,8 +277,8 @@ class Proofs(BoundedDict[WorkflowAgent, BoundedDict[str, Proof]]):
     """The proofs of all agents, by the wordings of their templates: one says nothing of what another would prove."""
 
     def wordings(self, agent: WorkflowAgent) -> BoundedDict[str, Proof]:
-        """Return an agent's proofs, the agent as the newest."""
-        return self.use(agent, lambda: BoundedDict(MAX_PROOFS))
+        """Return an agent's proofs, the agent as the newest: of as many wordings as are found in plain traffic."""
+        return self.use(agent, lambda: BoundedDict(MAX_OF_ONE))
 
     def of(self, request: GenerateRequest) -> Proof:
         """Return the proof of a request's template as the newest, made where there is none."""
