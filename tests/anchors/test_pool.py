@@ -55,6 +55,7 @@ def test_nbytes_counts_tables_and_keys() -> None:
     for table in pool.tables:
         table.pack()
     assert pool.nbytes == 0
+    assert [table.live for table in pool.tables] == [0, 0]
 
 
 # sites ----------------------------------------------------------------------------------------------------------------
@@ -77,6 +78,8 @@ def test_both_parts_or_none() -> None:
     bad = replace(observed, prefix=torch.full_like(observed.prefix, float("nan")))
     with pytest.raises(Exception, match="does not fit"):
         site.put(1, bad)
+    site.check_integrity()
+    assert site.holders == [0]
     with pytest.raises(PlanError, match="before"):
         site.put(0, observed)
     with pytest.raises(PlanError, match="prefix_tokens"):

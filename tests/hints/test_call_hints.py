@@ -41,6 +41,7 @@ def test_the_kedge_field_rides_in_what_other_servers_pass_through(carrier: str) 
     assert sum(ignored({carrier: {"kedge": {}, "other": 1}}).values()) == 1
 
 
+BAD: dict[str, Any] = {"reuse": ("fast", 1), "guard": ("maybe", False), "bindings": ([], {"a": 1})}
 SUB_AGENT = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}
 
 
@@ -126,7 +127,7 @@ def test_what_is_ignored_is_counted(body: dict[str, Any], expected: dict[tuple[s
     assert replace(hints(body), actions=(), ignored=()) == Hints()
 
 
-@pytest.mark.parametrize("said", [{"reuse": "fast"}, {"guard": False}, {"bindings": []}, {"bindings": {"a": 1}}])
+@pytest.mark.parametrize("said", [{name: bad} for name, some in BAD.items() for bad in some])
 def test_what_changes_the_answer_must_be_right(said: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="kedge."):
         hints({"kedge": said})

@@ -274,8 +274,7 @@ def test_only_so_many_are_kept_and_not_at_the_cost_of_another_tenant(monkeypatch
     monkeypatch.setattr("kedge.reuse.ahead.MAX_PENDING", 4)
     stage = Stage(kv_memory="600 blocks")
     for at in range(4 + 3):
-        asked = prompt_of(f"agent-{at}", ASKED, ())
-        stage.prepare(asked if at else replace(asked, tenant=TenantId("other")))
+        stage.prepare(replace(prompt_of(f"agent-{at}", ASKED, ()), tenant=TenantId("default" if at else "other")))
     assert (stage.told["live"], stage.told["cancelled"]) == (4, 3)
     assert [one.namespace.tenant for one in stage.core.parts.preassembly.expected] == ["other", *["default"] * 3]
 

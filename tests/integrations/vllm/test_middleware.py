@@ -189,8 +189,7 @@ def test_no_body_is_read_before_vllm_has_looked_at_the_callers_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{}, {"extra_key": ["k", "l"]}, {"cache_salt": "s"}, {"kv_transfer_params": {"kedge": 5}}],
+    "given", [{}, {"extra_key": ["k", "l"]}, {"cache_salt": "s"}, {"kv_transfer_params": {"kedge": 5}}]
 )
 def test_what_separates_caches_reaches_vllms_own_field(given: dict[str, Any]) -> None:
     salt = json.loads(passed(json.dumps({"extra_key": "k", **given}).encode()).body)["cache_salt"]

@@ -152,7 +152,7 @@ class Desk:
 
     def say(self, namespace: Namespace = HERE, **said: object) -> dict[str, ActionResult]:
         outcomes = self.ledger.advise(namespace, TurnHints(**said))  # type: ignore[arg-type]
-        return {one.session or one.action_id: one.outcome for one in outcomes}
+        return {f"{one.action_id} {one.session}".strip(): one.outcome for one in outcomes}
 
     def step(self, key: SessionKey) -> float:
         self.ledger.advance()
@@ -212,10 +212,10 @@ def test_a_session_ends_at_once_or_with_the_request_in_flight() -> None:
 def test_other_sessions_are_expected_where_they_are_idle() -> None:
     desk = Desk()
     key, running = desk.turn(MINE), desk.arrive(SessionHints("busy"))
-    expects = {"mine": 4.0, "busy": 1.0, "stranger": 2.0}
-    assert desk.say(expects=expects) == {"mine": APPLIED, "busy": REJECTED, "stranger": REJECTED}
+    expects = {"mine": 4.0, "busy": 1.0, "new": 2.0}
+    assert desk.say(expects=expects) == {"expects mine": APPLIED, "expects busy": REJECTED, "expects new": REJECTED}
     assert desk.step(key) == 4.0 and desk.step(running.session) == 0.0
-    assert desk.say(expects={"mine": math.inf}) == {"mine": APPLIED}
+    assert desk.say(expects={"mine": math.inf}) == {"expects mine": APPLIED}
     assert desk.step(key) == math.inf
     assert desk.say(session="mine", keep_for=9.0) == {"keep_for": APPLIED}, "the last word counts"
     assert desk.step(key) < math.inf
@@ -227,7 +227,7 @@ def test_nobody_speaks_for_another_tenant_or_for_nobody() -> None:
     before = desk.step(key)
     assert desk.say(THERE, session="mine", keep_for=0.0) == {"keep_for": DEFERRED}
     assert desk.say(THERE, session="mine", returns_in=1.0) == {"returns_in": REJECTED}
-    assert desk.say(THERE, expects={"mine": 0.0}) == {"mine": REJECTED}
+    assert desk.say(THERE, expects={"mine": 0.0}) == {"expects mine": REJECTED}
     # the end of a call without a session is that of its run
     assert desk.say(is_last=True) == {}
     assert desk.say(keep_for=1.0, returns_in=1.0, is_last=True) == {"keep_for": REJECTED, "returns_in": REJECTED}
