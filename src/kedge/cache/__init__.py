@@ -2,10 +2,9 @@
 
 from kedge.cache.block_pool import BlockPool
 from kedge.cache.copies import Copied, Copier, Copy, Direction
-from kedge.cache.loads import Readiness, Status
+from kedge.cache.loads import Readiness
 from kedge.cache.manager import CacheManager, Lease
-from kedge.cache.owners import Changes, Owner
-from kedge.cache.radix_tree import RadixTree
+from kedge.cache.owners import Changes
 from kedge.cache.tiers import CacheStats
 from kedge.policies.eviction import EvictionPolicy, belady, lru, steps_to_execution
 
@@ -20,10 +19,7 @@ __all__ = [
     "Direction",
     "EvictionPolicy",
     "Lease",
-    "Owner",
-    "RadixTree",
     "Readiness",
-    "Status",
     "belady",
     "lru",
     "steps_to_execution",

@@ -2,6 +2,6 @@
 
 from kedge.discovery.discovery import Discovery, Found
 from kedge.discovery.plain_requests import FoundForecasts, PlainRequests
-from kedge.discovery.report import PlainTotals, Served
+from kedge.discovery.report import Served
 
-__all__ = ["Discovery", "Found", "FoundForecasts", "PlainRequests", "PlainTotals", "Served"]
+__all__ = ["Discovery", "Found", "FoundForecasts", "PlainRequests", "Served"]

@@ -33,7 +33,6 @@ from kedge.settings.sections import (
     SettingsSection,
     ThrottledTiers,
     TierSettings,
-    VllmSettings,
 )
 
 __all__ = [
@@ -51,5 +50,4 @@ __all__ = [
     "SettingsSection",
     "ThrottledTiers",
     "TierSettings",
-    "VllmSettings",
 ]
