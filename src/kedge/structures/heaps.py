@@ -101,10 +101,8 @@ class StepCounts:
 
     def remove(self, step: float) -> None:
         """Remove one `step`, which must be there."""
-        count = self._counts[step] - 1
-        if count:
-            self._counts[step] = count
-        else:
+        self._counts[step] -= 1
+        if not self._counts[step]:
             del self._counts[step]
 
     def _drop_outdated(self) -> None:

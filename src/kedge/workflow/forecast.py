@@ -70,7 +70,9 @@ class ForecastBoard:
         if seq < 0 or (old and (old.ended or seq <= old.seq)):
             self.ignored += 1
             return changes
-        new = Forecast(run, seq, now + self.ttl, self._sound(next_runs))
+        sound = {agent: one for agent, one in next_runs.items() if one.steps >= 0 and 0 <= one.probability <= 1}
+        self.ignored += len(next_runs) - len(sound)
+        new = Forecast(run, seq, now + self.ttl, sound)
         self._put(new)
         return {**changes, **new.changes_from(old)}
 
@@ -104,12 +106,6 @@ class ForecastBoard:
     def _put(self, known: Forecast) -> None:
         self._runs[known.run] = known
         self._runs.move_to_end(known.run)
-
-    def _sound(self, next_runs: Mapping[AgentId, NextRun]) -> dict[AgentId, NextRun]:
-        """Return the valid entries of a hint, and count the others."""
-        sound = {agent: one for agent, one in next_runs.items() if one.steps >= 0 and 0 <= one.probability <= 1}
-        self.ignored += len(next_runs) - len(sound)
-        return sound
 
 
 class RunProgress:

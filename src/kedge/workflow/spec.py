@@ -140,10 +140,6 @@ class NodeSpec(_Spec):
     then: dict[str, float | None] | list[str] = {}
     agent: str = ""
 
-    @property
-    def alternatives(self) -> list[str | list[str]]:
-        return self.after_any or ([] if self.after is None else [self.after])
-
 
 class StepGraphSpec(_Spec):
     """A file with a step graph."""
@@ -221,7 +217,8 @@ def build_step_graph(data: object, source: str = "workflow") -> StepGraph:
                 key = f"{source}: graph.{name}.after_any"
                 raise SpecError(key, brief(node.after_any), "stands beside `after`: only one may")
             then = dict.fromkeys(node.then) if isinstance(node.then, list) else node.then
-            nodes.append(Node(name, node.alternatives, node.loops, then, node.agent))
+            after = node.after_any or ([] if node.after is None else [node.after])
+            nodes.append(Node(name, after, node.loops, then, node.agent))
         return StepGraph(spec.name, tuple(nodes))
     except WorkflowError as error:
         error.add_note(f"in {source}")

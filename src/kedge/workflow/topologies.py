@@ -136,12 +136,6 @@ def presented(agent: str, title: str, wording: Wording, turns_back: int = 0, *, 
     return text + wording.tool + result if has_tool else text
 
 
-def user_template(title: str, answers: Sequence[str], wording: Wording) -> str:
-    """Return the user message of the agent with this title, which reads answers that are `presented`."""
-    middle = [wording.intro, *answers] if answers else []
-    return "".join([wording.header, *middle, _titled(wording.footer, title)])
-
-
 def _titled(text: str, title: str) -> str:
     return text.replace("{title}", escape(title))
 
@@ -170,5 +164,7 @@ def connect(
     for agent in agents:
         reads = [(by_id[source], turns_back) for source, turns_back in topology.reads[AgentId(agent.id)]]
         answers = [presented(one.id, one.title, wording, back, has_tool=bool(one.tool)) for one, back in reads]
-        written.append(replace(agent, user=user_template(agent.title or agent.id, answers, wording)))
+        middle = [wording.intro, *answers] if answers else []
+        user = "".join([wording.header, *middle, _titled(wording.footer, agent.title or agent.id)])
+        written.append(replace(agent, user=user))
     return Workflow(name, tuple(written), inputs, topology.turns)

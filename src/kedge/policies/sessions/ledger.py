@@ -154,8 +154,7 @@ class SessionLedger:
                     self._update(key, returns_in=hints.returns_in)
                     yield ActionOutcome("returns_in", "counts from the end of its request", ActionResult.DEFERRED)
                 else:
-                    outcome = self._expect(key, hints.returns_in, now)
-                    yield outcome._replace(action_id="returns_in", session="")
+                    yield self._expect(key, hints.returns_in, now)._replace(action_id="returns_in", session="")
         for other, seconds in hints.expects.items():
             yield self._expect(SessionKey(namespace, other), seconds, now)
 

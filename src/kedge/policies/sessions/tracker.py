@@ -198,10 +198,6 @@ class _Session:
         """Whether its client said that it is not needed any more."""
         return self.due == math.inf if self.due is not None else self.keep_for == 0
 
-    def returned(self, now: float) -> None:
-        """Note how long it was idle."""
-        self.gaps.setdefault(self.ending, deque(maxlen=PACE)).append(now - self.idle_since)
-
 
 class SessionTracker:
     """Finds the session of every request and ranks those that are idle. One thread owns it.
@@ -236,13 +232,14 @@ class SessionTracker:
         continued = self._links.find(namespace, chain)
         session = self._of(namespace, continued, hints)
         session.in_flight += 1
-        self._count(hints.flow, session.key == continued)
+        if hints.flow is not None:
+            self._calls.use(hints.flow, Counter)[session.key == continued] += 1
         returns = session.idle_since <= now
         self.returning += RECENT * (returns - self.returning)
         if returns:
             self._cross(session, now)
             self._returns.observe(session.kind, session.at, returned=True)
-            session.returned(now)
+            session.gaps.setdefault(session.ending, deque(maxlen=PACE)).append(now - session.idle_since)
         session.idle_since, session.due = math.inf, None
         self._rank(session, 0.0)
         return session.key
@@ -322,10 +319,6 @@ class SessionTracker:
         self._changed[key] = None
 
     # agents of workflows --------------------------------------------------------------------------------------
-
-    def _count(self, flow: Hashable, continues: bool) -> None:
-        if flow is not None:
-            self._calls.use(flow, Counter)[continues] += 1
 
     def continues(self, flow: Hashable) -> float:
         """Return the share of an agent's calls that continued an earlier prompt; 0 before its first call."""
