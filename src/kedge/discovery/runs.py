@@ -8,7 +8,7 @@ client begins its next task. Forecasts are of flows.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, count, islice
 
 from kedge.discovery.bounds import EXAMPLES, LEAST_TOKENS, MAX_AGENTS, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES
 from kedge.structures.bounded import BoundedDict
@@ -49,7 +49,7 @@ class FoundRuns:
         self._runs: BoundedDict[RunId, FoundRun] = BoundedDict(MAX_AGENTS)
         self._idle: BoundedDict[RunId, FoundRun] = BoundedDict(MAX_LOOKED_AT)
         """Runs that another may take over from"""
-        self._count = 0
+        self._numbers = count(1)
 
     def __len__(self) -> int:
         """Return how many runs are remembered."""
@@ -124,8 +124,7 @@ class FoundRuns:
         return run
 
     def _name(self) -> RunId:
-        self._count += 1
-        return RunId(f"found-{self._count}")
+        return RunId(f"found-{next(self._numbers)}")
 
     def _odds(self, run: FoundRun, agent: AgentId, now: float) -> float:
         """Return how likely a run goes on with an agent: the longer it has been idle, the less.
@@ -258,10 +257,6 @@ class _ValueKind:
     shared: int = 0
     """Those that one agent read in several runs"""
 
-    @property
-    def tells(self) -> bool:
-        return self.values >= EXAMPLES and self.shared <= MOST_SHARED * self.values
-
 
 class TextsOfRuns:
     """The texts of runs by their samples: which run a call belongs to by what it reads. One thread owns it.
@@ -326,4 +321,6 @@ class TextsOfRuns:
         if segment.is_answer or len(segment.tokens) < LEAST_TOKENS:
             return False
         known, kind = self._texts.get(segment.sample), self._kinds.get(segment.sample.of)
-        return known is not None and kind is not None and kind.tells and agent not in known.readers
+        if known is None or kind is None or agent in known.readers:
+            return False
+        return kind.values >= EXAMPLES and kind.shared <= MOST_SHARED * kind.values

@@ -115,7 +115,7 @@ class MooncakeTrace:
     def __init__(self) -> None:
         self._sessions: dict[int, str] = {}
         """Last full block -> session."""
-        self._count = 0
+        self._numbers = itertools.count()
 
     def record(self, line: MooncakeLine) -> TraceRecord:
         """Return the request. Its last block may be a partial one, whose hash stands for what it has, so that it counts
@@ -123,11 +123,7 @@ class MooncakeTrace:
         """
         tokens, ids = line.input_length, line.hash_ids
         known = next((block for block in reversed(ids) if block in self._sessions), None)
-        if known is None:
-            session = f"m{self._count}"
-            self._count += 1
-        else:
-            session = self._sessions.pop(known)
+        session = f"m{next(self._numbers)}" if known is None else self._sessions.pop(known)
         full_blocks = min(tokens // BLOCK, len(ids))
         if full_blocks >= self.MIN_BLOCKS:
             self._sessions[ids[full_blocks - 1]] = session
