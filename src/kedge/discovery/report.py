@@ -1,14 +1,12 @@
 """What was found out about plain requests, in figures, and what in their prompts defeats reuse."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from heapq import nsmallest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from kedge.discovery import token_bytes
 from kedge.discovery.bounds import MAX_LOOKED_AT, MAX_OF_ONE, SHORT
@@ -31,7 +29,7 @@ class Served(NamedTuple):
     """Why others were not translated"""
 
     @classmethod
-    def of(cls, receipt: Receipt) -> Served:
+    def of(cls, receipt: Receipt) -> Self:
         """Return what a receipt says."""
         return cls(receipt.exact, receipt.translated, tuple(miss.reason for miss in receipt.misses))
 
@@ -74,9 +72,9 @@ class PlainTotals:
         """Return the numbers as plain data, the reasons apart."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "why_not"}
 
-    def __add__(self, other: PlainTotals) -> PlainTotals:
+    def __add__(self, other: Self) -> Self:
         """Return the sum of both."""
-        return PlainTotals(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return type(self)(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 # what defeats reuse ---------------------------------------------------------------------------------------------------

@@ -12,8 +12,6 @@
 It is a forecast only: no agent is kept from running because the graph did not expect it.
 """
 
-from __future__ import annotations
-
 import graphlib
 import math
 from collections import Counter
@@ -21,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kedge.errors import CycleError, WorkflowError
 from kedge.types import AgentId
@@ -119,7 +117,7 @@ class StepGraph:
 
     @classmethod
     @lru_cache(maxsize=16)
-    def of(cls, workflow: Workflow) -> StepGraph:
+    def of(cls, workflow: Workflow) -> Self:
         """Return the graph of a workflow, once for all its runs: a node for every turn of every agent, so that it knows
         how the run ends.
         """

@@ -1,10 +1,8 @@
 """What is known of a session's turns: whose they are, how they end, when the next one comes, and what it continues."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from kedge.policies.fixed_prompts import MAX_BLOCKS
 from kedge.structures.bounded import BoundedDict
@@ -28,7 +26,7 @@ class SessionHints(TurnHints):
     """The same agent in its run, as forecasts name it"""
 
     @classmethod
-    def of(cls, request: GenerateRequest) -> SessionHints:
+    def of(cls, request: GenerateRequest) -> Self:
         """Return what a request says of its session."""
         hints = cls(**{one.name: getattr(request.turn, one.name) for one in fields(TurnHints)})
         return replace(hints, flow=request.workflow_agent, agent=request.agent_key) if request.agent else hints
@@ -47,7 +45,7 @@ class TurnEnd:
     keep_for: float | None = None
     """Seconds for which the session's KV is to be kept; 0: it may go first"""
 
-    def or_else(self, other: TurnEnd | TurnHints) -> TurnEnd:
+    def or_else(self, other: Self | TurnHints) -> Self:
         """Return this end, with what another says where this one says nothing."""
         return replace(
             self,
