@@ -1,7 +1,5 @@
 """`kedge bench …`: measurements on the user's own machine; in a checkout also those in the repository's benchmarks/."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import sys
@@ -10,7 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import typer.main
@@ -25,9 +23,7 @@ from kedge.cli.preflight import require_file, require_model, require_packages, r
 from kedge.cli.run import read_questions
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
-
-if TYPE_CHECKING:
-    from kedge.workflow.graph import Workflow
+from kedge.workflow.graph import Workflow
 
 Leaves = dict[str, dict[str, dict[str, dict[str, Any]]]]
 """Case -> clients -> mode -> figures of `kedge bench load`."""

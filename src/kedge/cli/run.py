@@ -19,8 +19,6 @@ from kedge.errors import ConfigError, KedgeError, RequestError
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from kedge.engine.base import Engine
     from kedge.guard import FidelityNote
     from kedge.runner.run import RunEvent, RunResult
@@ -85,8 +83,7 @@ def _run(
                 result = running.run(engine, workflow, inputs, reuse=reuse, on_event=show if is_single else None)
                 results.append(result)
                 if not is_single:
-                    line = f"{number} of {len(asked)}, {sources([result])}: {result.text}"
-                    console.print(line)
+                    console.print(f"{number} of {len(asked)}, {sources([result])}: {result.text}")
                     engine.wait_idle()  # for what is compared in idle time: there is none between two questions
         except KedgeError as error:
             if not is_single:
@@ -116,7 +113,7 @@ def sources(results: Sequence[RunResult]) -> str:
     return f"{translated / prompt:.0%} of {prompt:,} prompt tokens translated, {computed / prompt:.0%} computed"
 
 
-def open_engine(settings: Settings, **beside: Any) -> AbstractContextManager[Engine]:
+def open_engine(settings: Settings, **beside: Any) -> Engine:
     """Open the engine that the settings name; vLLM gets what is `beside` them.
 
     Raises `ConfigError` where vLLM is named and not installed, and `ModelNotFound`.

@@ -21,10 +21,7 @@ from kedge.errors import ConfigError
 from kedge.types import ReuseMode
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from kedge.engine.base import Engine
-    from kedge.engine.local.engine import LocalEngine
     from kedge.server.tenancy import KeyRing
     from kedge.settings import ServerSettings, Settings
 
@@ -135,8 +132,8 @@ def _serve(settings: Settings) -> None:
         console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
     with console.status("loading the model"):
         engine = open_engine(settings, keys)
-    with engine as opened:
-        _listen(opened, server, keys, console)
+    with engine:
+        _listen(engine, server, keys, console)
 
 
 def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Console) -> None:
@@ -173,7 +170,7 @@ def _make_key(tenant: str) -> None:
     typer.echo(f'key, shown this once: {key}\n\n[{section}]\nkeys = ["{hashed(key)}"]')
 
 
-def open_engine(settings: Settings, keys: KeyRing) -> AbstractContextManager[Engine]:
+def open_engine(settings: Settings, keys: KeyRing) -> Engine:
     """Open the engine that the settings name; the embedded one runs in its own process unless they say otherwise. vLLM
     gets the folder of saved state and the quotas of tenants at its start.
 
@@ -193,12 +190,9 @@ def open_engine(settings: Settings, keys: KeyRing) -> AbstractContextManager[Eng
     return ProcessEngine(partial(_open_local, settings))
 
 
-def _open_local(settings: Settings) -> LocalEngine:
+def _open_local(settings: Settings) -> Engine:
     """Open the embedded engine in its process, with the server's log format."""
-    from kedge.engine.local.engine import LocalEngine
     from kedge.server import logs
 
     logs.configure(settings.server.log_format)
-    engine = run.open_engine(settings)
-    assert isinstance(engine, LocalEngine)
-    return engine
+    return run.open_engine(settings)
