@@ -7,8 +7,6 @@ those that are of one sequence once. How long the contexts are is read on the GP
 lengths.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 

@@ -5,8 +5,6 @@ slots, in all layers by one launch and without intermediate results in memory. `
 the same in PyTorch. Importing this module needs Triton.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
