@@ -41,6 +41,7 @@ class GGUFFile:
         import gguf
 
         self.path = path
+        self._source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
         try:
             self._reader = gguf.GGUFReader(str(path))
             fields = self._reader.fields
@@ -60,8 +61,7 @@ class GGUFFile:
     def config(self) -> PretrainedConfig:
         """Return the model's config. Raises `UnsupportedModel`."""
         with self._reading("Transformers cannot read it"):
-            where = {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
-            return self._completed(AutoConfig.from_pretrained(**where, trust_remote_code=False))
+            return self._completed(AutoConfig.from_pretrained(**self._source, trust_remote_code=False))
 
     def convert(self, folder: Path, dtype: torch.dtype) -> None:
         """Write config, weights, tokenizer and generation config to `folder`, and show a progress bar meanwhile.
@@ -70,15 +70,14 @@ class GGUFFile:
         """
         if "tokenizer.ggml.tokens" not in self._reader.fields:
             raise UnsupportedModel("model", str(self.path), "has no tokenizer in it")
-        source = {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
         with self._reading("Transformers cannot read its tokenizer"):
-            tokenizer: Any = AutoTokenizer.from_pretrained(**source, trust_remote_code=False)
+            tokenizer: Any = AutoTokenizer.from_pretrained(**self._source, trust_remote_code=False)
         config = self.config()
         with self._reading("its weights do not fit", CorruptWeights):
             packed: Any = getattr(transformers, "GgufConfig", None)
             options = {"quantization_config": packed(dequantize=True)} if packed else {}
             loaded: Any = AutoModelForCausalLM.from_pretrained(
-                **source, **options, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+                **self._source, **options, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
             )
         model, report = loaded
         if missing := sorted(report["missing_keys"]):
@@ -125,8 +124,7 @@ class GGUFFile:
             per_head = text.hidden_size // text.num_attention_heads
             text.query_pre_attn_scalar = per_head if text.num_hidden_layers in (46, 62) else text.head_dim
         if rope := self._rope():
-            parameters = text.rope_parameters.get("full_attention", text.rope_parameters)
-            parameters.update(rope)
+            text.rope_parameters.get("full_attention", text.rope_parameters).update(rope)
             if hasattr(text, "original_max_position_embeddings"):  # Phi's own, which goes before
                 text.original_max_position_embeddings = rope.get("original_max_position_embeddings")
         if FREQUENCIES in self.tensors:

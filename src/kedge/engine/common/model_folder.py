@@ -28,14 +28,10 @@ def model_path(model: str | Path | None, dtype: str = "auto", device: str = "aut
     path = find_model(model)
     if path.is_dir():
         return path
-    chosen = _dtype(dtype, device)
+    chosen = dtype
+    if dtype == "auto":
+        chosen = "bfloat16" if pick_device(device).type != "cpu" or bfloat16_is_faster() else "float32"
     return find_copy(path, chosen) or _convert(path, chosen, dtype)
-
-
-def _dtype(dtype: str, device: str) -> str:
-    if dtype != "auto":
-        return dtype
-    return "bfloat16" if pick_device(device).type != "cpu" or bfloat16_is_faster() else "float32"
 
 
 def _convert(path: Path, chosen: str, asked: str) -> Path:

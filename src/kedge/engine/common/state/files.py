@@ -162,11 +162,9 @@ class StateFolder:
                 manifest = json.loads(path.read_bytes())
                 if manifest.pop("sha256") != _digest(manifest):
                     raise StateDamaged("state", str(path), "is not what its checksum says")
-                if manifest["format"] != FORMAT:
-                    raise StateRefused(f"{MANIFEST}: format", manifest["format"], f"this engine has {FORMAT!r}")
-                if manifest["identity"] != self._identity:
-                    why = f"this engine has {self._identity!r}"
-                    raise StateRefused(f"{MANIFEST}: identity", manifest["identity"], why)
+                for key, own in (("format", FORMAT), ("identity", self._identity)):
+                    if manifest[key] != own:
+                        raise StateRefused(f"{MANIFEST}: {key}", manifest[key], f"this engine has {own!r}")
                 return [_entry(**one) for one in manifest["entries"]]
         except StateDamaged as damage:
             damaged.append(Damage(MANIFEST, (), damage.why))
