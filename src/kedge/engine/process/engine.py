@@ -81,14 +81,12 @@ class ProcessEngine(Engine):
             self._connection.send_bytes(make)
             [first] = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            error = self._closed_error(f"ended with code {self._process.wait()} before it was ready")
-            first = Answer(0, error=error)
+            first = Answer(0, error=self._closed_error(f"ended with code {self._process.wait()} before it was ready"))
         if first.error is not None:
             self._connection.close()
             self._process.wait()
             raise first.error
-        tokenizer: Tokenizer = pickle.loads(first.value)
-        return tokenizer
+        return pickle.loads(first.value)
 
     @property
     def pid(self) -> int:
@@ -141,13 +139,11 @@ class ProcessEngine(Engine):
 
     def save(self, folder: str | Path) -> SavedState:
         """Write what was learned, see `kedge.engine.local.engine.LocalEngine.save`."""
-        saved: SavedState = self._ask("save", Path(folder).absolute())
-        return saved
+        return self._ask("save", Path(folder).absolute())
 
     def load(self, folder: str | Path) -> SavedState:
         """Read what was saved, see `kedge.engine.local.engine.LocalEngine.load`."""
-        loaded: SavedState = self._ask("load", Path(folder).absolute())
-        return loaded
+        return self._ask("load", Path(folder).absolute())
 
     def wait_idle(self, timeout: float = 600.0) -> None:
         """Wait until the engine has nothing left to do. Raises `TimeoutError`."""
