@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,18 +136,13 @@ def _forbid(logits: Tensor, samplers: Sequence[Sampler]) -> dict[int, Exception]
     for row, sampler in enumerate(samplers):
         if sampler.grammar is not None:
             try:
-                allowed = _bits(sampler.grammar.allowed(), logits.shape[-1])
+                mask = np.frombuffer(sampler.grammar.allowed(), np.uint8)
             except InvalidGrammar as error:
                 failed[row] = error
             else:
+                allowed = torch.from_numpy(np.unpackbits(mask, count=logits.shape[-1], bitorder="little")).bool()
                 logits[row].masked_fill_(~allowed.to(logits.device), -torch.inf)
     return failed
-
-
-def _bits(mask: bytes, count: int) -> Tensor:
-    """Return the first `count` bits of a mask, lowest bit of each byte first: bool [count]."""
-    octets = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-    return ((octets[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).flatten()[:count].bool()
 
 
 def _sample(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
