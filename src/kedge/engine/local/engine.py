@@ -342,8 +342,7 @@ class LocalEngine(Engine):
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
         """Return the holdings of some tenants; see `kedge.engine.base.Engine`."""
-        held = self.query(lambda parts: parts.tenant_stats(owns, prompts))
-        return {**held, "guard": self._guard.stats(owns)}
+        return {**self.query(lambda parts: parts.tenant_stats(owns, prompts)), "guard": self._guard.stats(owns)}
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds, see `kedge.engine.base.Engine`."""

@@ -174,10 +174,17 @@ class Requests:
                             sequence.logprobs.read_answer(forced.tokens[at], row)
 
     def go_on(self, computed: Many[Drawing]) -> None:
-        """Draw the next tokens of requests with all tokens computed, or finish them."""
+        """Draw the next tokens of requests with all tokens computed, at once, or finish them."""
         drawing = [one for sequence, row in computed if not sequence.is_over for one in self._drawing(sequence, row)]
-        if drawing:
-            self._draw(drawing)
+        if not drawing:
+            return
+        logits = torch.stack([row for _, row in drawing])
+        drawn = draw_tokens(logits, [sequence.sampler for sequence, _ in drawing])
+        for (sequence, row), token in zip(drawing, drawn, strict=True):
+            with self._contained(sequence, "its next token was drawn"):
+                if isinstance(token, Exception):
+                    raise token
+                self._next_token(sequence, token, row)
 
     def _drawing(self, sequence: RequestSequence, row: Tensor) -> list[Drawing]:
         """Return the sequence and its logits if a token is to be drawn; finish one that needs none."""
@@ -191,16 +198,6 @@ class Requests:
                 self._parts.learning.started(sequence)
                 self._end_response(sequence, FinishReason.LENGTH, computed=len(sequence.tokens))
         return []
-
-    def _draw(self, drawing: list[Drawing]) -> None:
-        """Draw the next tokens of all these at once."""
-        logits = torch.stack([row for _, row in drawing])
-        drawn = draw_tokens(logits, [sequence.sampler for sequence, _ in drawing])
-        for (sequence, row), token in zip(drawing, drawn, strict=True):
-            with self._contained(sequence, "its next token was drawn"):
-                if isinstance(token, Exception):
-                    raise token
-                self._next_token(sequence, token, row)
 
     def _next_token(self, sequence: RequestSequence, token: int, logits: Tensor) -> None:
         sequence.logprobs.read_answer(token, logits)
@@ -310,8 +307,8 @@ class Requests:
         or it has waited so long that the rest is computed, and, where others run too, base KV of its values is there.
         Alone, its exact prefill delays no other request, and base KV is computed in idle time.
         """
-        parts, now = self._parts, time.monotonic()
-        if parts.copier and sequence.exact_limit and not (sequence.is_prepared or sequence.gave_up):
+        parts, now, prepared = self._parts, time.monotonic(), sequence.preparation
+        if parts.copier and sequence.exact_limit and not (sequence.gave_up or (prepared and prepared.admitted)):
             reusable = sequence.tokens[: sequence.exact_limit]
             if sequence.load_asked is not None and now - sequence.load_asked > MAX_WAIT_S:
                 self.give_up(sequence)

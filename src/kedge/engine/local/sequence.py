@@ -202,11 +202,6 @@ class RequestSequence(Sequence):
         return self.request.prompt_tokens + self.max_tokens
 
     @property
-    def is_prepared(self) -> bool:
-        """Whether it has claimed a prepared prompt that still holds its blocks."""
-        return self.preparation is not None and self.preparation.admitted
-
-    @property
     def waits_for_first_token(self) -> bool:
         """Whether the answer has not begun."""
         return self.first_token is None
@@ -218,7 +213,19 @@ class RequestSequence(Sequence):
     def finished(self, text: str, reason: FinishReason) -> None:
         """End the stream with the completion, and flush the text held back."""
         self.is_over = True
-        self.tell(text, (), self.completion(reason))
+        now = time.monotonic()
+        completion = Completion(
+            request_id=self.request.request_id,
+            text=self.text.text,
+            tokens=tuple(self.response),
+            finish_reason=reason,
+            receipt=self.receipt(),
+            ttft_ms=((self.first_token or now) - self.arrival) * 1e3,
+            total_ms=(now - self.arrival) * 1e3,
+            logprobs=tuple(self.logprobs.answer),
+            prompt_logprobs=tuple(self.logprobs.prompt),
+        )
+        self.tell(text, (), completion)
 
     def failed(self, error: BaseException) -> None:
         """End the stream with an error."""
@@ -231,22 +238,6 @@ class RequestSequence(Sequence):
         parts = {name: seconds * 1e3 for name, seconds in self.parts.items()}
         reasons = with_reasons(self.request, spans, misses)
         return Receipt(self.request.request_id, self.request.reuse, spans, reasons, parts, self.preassembled)
-
-    def completion(self, reason: FinishReason) -> Completion:
-        """Return the completion of a request that ended for `reason`."""
-        now = time.monotonic()
-        first = now if self.first_token is None else self.first_token
-        return Completion(
-            request_id=self.request.request_id,
-            text=self.text.text,
-            tokens=tuple(self.response),
-            finish_reason=reason,
-            receipt=self.receipt(),
-            ttft_ms=(first - self.arrival) * 1e3,
-            total_ms=(now - self.arrival) * 1e3,
-            logprobs=tuple(self.logprobs.answer),
-            prompt_logprobs=tuple(self.logprobs.prompt),
-        )
 
 
 @dataclass(frozen=True, slots=True)
