@@ -80,14 +80,10 @@ class LatentProjection:
         self.rank = projection.in_features
         self._projection = projection
         self._noted: Tensor | None = None
-        self._hook = projection.register_forward_pre_hook(self._note)
+        self.hook = projection.register_forward_pre_hook(self._note)
 
     def _note(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         self._noted = args[0]
-
-    def remove(self) -> None:
-        """Watch the projection no more."""
-        self._hook.remove()
 
     def rows(self, key: Tensor, value: Tensor) -> Tensor | None:
         """Return the rows [tokens, 1, rank + rotated] of what was projected last, once. Returns None where keys and
@@ -133,7 +129,7 @@ def unwatch(model: nn.Module) -> None:
     """Note no latents any more."""
     for module in model.modules():
         if (latent := latent_of(module)) is not None:
-            latent.remove()
+            latent.hook.remove()
             delattr(module, MARK)
 
 

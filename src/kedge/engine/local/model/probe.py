@@ -9,29 +9,21 @@ positions, which can be evaluated for positions far apart. For that, one token r
 function that inspects its mask and passes the values on: a single token attends only to itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kedge.engine.local.attention.arguments import unsupported
 from kedge.engine.local.model.layout import TOLERANCE, attention, observe, precision
+from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import Sequence, Work, flatten
 from kedge.errors import KedgeError, UnsupportedModel
 from kedge.kv.storage import PagedStorage
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from kedge.engine.local.model.runner import ModelRunner
-
 
 LENGTH = 16
 """Tokens of a prompt"""
