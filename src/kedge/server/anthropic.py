@@ -158,8 +158,7 @@ class MessagesWriter(AnswerWriter):
         if delta.completion:
             yield self._stop_text()
             # what was in the cache is not known before, and clients add up the counts of both events
-            prompt = self.requests[0].prompt_tokens
-            counts = {"input_tokens": prompt, "output_tokens": len(delta.completion.tokens)}
+            counts = {"input_tokens": self.requests[0].prompt_tokens, "output_tokens": len(delta.completion.tokens)}
             yield _event("message_delta", delta=self._stop_fields(delta.completion), usage=counts, kedge=kedge)
             yield _event("message_stop")
 

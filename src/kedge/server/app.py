@@ -159,7 +159,7 @@ class GracefulServer(uvicorn.Server):
     They have no grace if the engine has ended by itself, which is checked ten times a second.
     """
 
-    def __init__(self, app: FastAPI, on_failure: Callable[[], None] | None = None, **options: Any) -> None:
+    def __init__(self, app: FastAPI, on_failure: Callable[[], None] = lambda: None, **options: Any) -> None:
         """`on_failure` is called once the engine has ended by itself, or does not answer when the server is to end.
         `options` are those of `uvicorn.Config`.
         """
@@ -175,8 +175,7 @@ class GracefulServer(uvicorn.Server):
         failure = self._service.engine.failure
         if failure is not None:
             logger.critical("the engine ended by itself, and so does the server: %r", failure)
-            if self._on_failure:
-                self._on_failure()
+            self._on_failure()
         return failure is not None
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
@@ -196,7 +195,6 @@ class GracefulServer(uvicorn.Server):
         if not await self._service.answers(MARGIN_SECONDS):
             self._service.is_hung = True
             logger.critical("the engine does not answer, so nothing of it is saved")
-            if self._on_failure:
-                self._on_failure()
+            self._on_failure()
         await super().shutdown(sockets)
         failing.cancel()

@@ -25,8 +25,6 @@ from kedge.types import Completion, GenerateRequest, RequestId, SamplingParams, 
 from kedge.workflow.graph import Workflow
 from kedge.workflow.spec import tool_name
 
-FIRST_TOKEN = "gen_ai.first_token"
-
 
 class OpenTelemetry:
     """Factory of spans, with a tracer provider of OpenTelemetry."""
@@ -92,7 +90,7 @@ class GenerationSpan:
         """End the span: nothing of the call is left in the engine. The first tokens came when the receipts say."""
         for one in completions:
             if one.tokens:
-                self._span.add_event(FIRST_TOKEN, timestamp=self._submitted + round(one.ttft_ms * 1e6))
+                self._span.add_event("gen_ai.first_token", timestamp=self._submitted + round(one.ttft_ms * 1e6))
         receipts = [one.receipt for one in completions]
         attributes = {
             "gen_ai.response.model": self._model_name,

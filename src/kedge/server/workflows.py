@@ -382,5 +382,4 @@ async def hints(body: dict[str, Any], caller: TheCaller) -> Response:
     namespace = tenant.namespace(given.salt)
     taken = service.client_runs.hint(namespace, given, tenant.workflows.get(given.workflow))
     taken += await asyncio.wrap_future(service.threads.wait(partial(service.engine.advise, namespace, given.turn)))
-    data = {"object": "hints", "hints": given.to_dict(), "actions": outcomes(body, given, taken)}
-    return JSONAnswer(data)
+    return JSONAnswer({"object": "hints", "hints": given.to_dict(), "actions": outcomes(body, given, taken)})

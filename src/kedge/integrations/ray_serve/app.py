@@ -75,7 +75,6 @@ class ScaleOut(BaseModel):
 
     def serving_args(self) -> dict[str, Any]:
         """Return these settings as Ray Serve LLM's `LLMServingArgs`."""
-        cpu = self.device == "cpu"
         router = {"request_router_class": RunRouter, "request_router_kwargs": {"spill": self.spill}}
         fixed = {} if "autoscaling_config" in self.deployment else {"num_replicas": self.replicas}
         replica = {
@@ -85,7 +84,7 @@ class ScaleOut(BaseModel):
             "placement_group_config": self.placement,
             "engine_kwargs": {"kv_transfer_config": connector(self.plugin), **self.engine},
             "deployment_config": {"request_router_config": router, **fixed, **self.deployment},
-            "runtime_env": {"env_vars": {**(CPU_ENVIRONMENT if cpu else {}), **self.environment}},
+            "runtime_env": {"env_vars": {**(CPU_ENVIRONMENT if self.device == "cpu" else {}), **self.environment}},
         }
         return {
             "llm_configs": [replica],

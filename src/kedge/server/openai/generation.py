@@ -238,15 +238,11 @@ class Generation:
         self.arrive(item if isinstance(item, BaseException) else (at, item))
         if has_ended:
             self._following -= 1
-            if not self._following:
-                self._is_over()
-
-    def _is_over(self) -> None:
-        """Book the end of all generations."""
-        del self.caller.service.calls[self]
-        if self._span:
-            self._span.ended([one for one in self.completions if one])
-        self._leave()
+            if not self._following:  # the whole call is over
+                del self.caller.service.calls[self]
+                if self._span:
+                    self._span.ended([one for one in self.completions if one])
+                self._leave()
 
     def _leave(self) -> None:
         """Tell the call's run, once, what came of it: without a whole answer it was not made, and may be made again."""

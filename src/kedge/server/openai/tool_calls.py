@@ -331,8 +331,7 @@ def _schema(wanted: ResponseFormat | None) -> Mapping[str, Any] | None:
         raise RequestError(key, given, "must be an object with a `schema`")
     if not isinstance(given.get("schema"), dict):
         raise RequestError(f"{key}.schema", given.get("schema"), "must be a JSON schema (an object)")
-    schema: Mapping[str, Any] = given["schema"]
-    return schema
+    return given["schema"]
 
 
 def _json(schema: Mapping[str, Any], key: str) -> str:

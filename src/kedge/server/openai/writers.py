@@ -134,9 +134,8 @@ class ChatChoice:
             out.append({**self._chunk({}, self._logprobs()), "finish_reason": self._reason(delta)})
         return out
 
-    def _reason(self, delta: TokenDelta) -> str | None:
-        if delta.completion is None:
-            return None
+    def _reason(self, delta: TokenDelta) -> str:
+        assert delta.completion
         reason = delta.completion.finish_reason
         return "tool_calls" if self._calls and reason is FinishReason.STOP else reason
 
