@@ -163,10 +163,9 @@ class MethodServer:
         """Prefill questions densely and learn from them, agent by agent. A method that learns nothing gets the last one
         only, which leaves the KV of its templates; one that proves what it serves gets none.
         """
-        chosen = asked if self.method.learns else asked[-1:]
         if self.method.guard is not None:
             return
-        for one in chosen:
+        for one in asked if self.method.learns else asked[-1:]:
             for _ in self._forced([one], DENSELY):
                 self.engine.wait_idle()
 

@@ -1,10 +1,9 @@
 """Agents that were found, by what their prompts begin with and the blocks that their fixed prompts end with."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Self
 
 from kedge.discovery import token_bytes
 from kedge.discovery.bounds import MAX_AGENTS, MAX_OF_ONE
@@ -39,11 +38,11 @@ class FoundAgent:
     """Tokens of values that others had or read before"""
     passed: int = 0
     """Prompts since its last one that began like its own and were of agents with longer fixed prompts"""
-    same_as: FoundAgent | None = None
+    same_as: Self | None = None
     """The agent that it turned out to be"""
 
     @property
-    def current(self) -> FoundAgent:
+    def current(self) -> Self:
         """The agent that it is by now."""
         return self.same_as.current if self.same_as else self
 
@@ -58,7 +57,7 @@ class FoundAgent:
             "shared_tokens": self.shared_tokens,
         }
 
-    def absorb(self, other: FoundAgent) -> None:
+    def absorb(self, other: Self) -> None:
         """Take over the calls and templates of an agent that is this one."""
         other.same_as = self
         self.names = [*self.names, *other.names][:MAX_OF_ONE]

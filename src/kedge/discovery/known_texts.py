@@ -1,11 +1,10 @@
 """Texts that may be read again, such as answers and what fills slots, found by content or inside longer texts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Self
 
 from kedge.discovery import token_bytes
 from kedge.discovery.bounds import LEAST_TOKENS, MAX_BYTES
@@ -100,7 +99,7 @@ class KnownText:
         """What it is; "" where that is not known yet."""
         return next(filter(None, (label() for label in self.labels)), "")
 
-    def after(self, other: KnownText) -> KnownText:
+    def after(self, other: Self) -> Self:
         """Return this answer, called first what an earlier one with the same text is: agents repeat each other."""
         return replace(self, labels=(*other.labels, *self.labels)[:MAX_SAYERS])
 

@@ -4,11 +4,10 @@ A forecast is a hint. One that is late, repeated, wrong or about an unknown agen
 error.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from kedge.errors import ConfigError
 from kedge.types import AgentId, Namespace
@@ -39,7 +38,7 @@ class Forecast:
         """Steps-to-execution by agent, as the cache reads them."""
         return {AgentKey(*self.run, agent): next_run.steps for agent, next_run in self.next_runs.items()}
 
-    def changes_from(self, old: Forecast | None) -> Changes:
+    def changes_from(self, old: Self | None) -> Changes:
         """Return what differs from an older forecast of the same run."""
         before = old.next_runs if old else {}
         now = {agent: self.next_runs.get(agent) for agent in (*before, *self.next_runs)}
