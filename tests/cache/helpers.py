@@ -1,5 +1,6 @@
 """A copier that tests hold in their hand, and a world of pretended KV in which every block says what is in it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,7 @@ class World:
         prefetch_window: float = PREFETCH_WINDOW,
         *,
         copies_beginnings: bool = False,
+        on_host: Mapping[str, str] | None = None,
         **settings: object,
     ) -> None:
         self.copier, self.made = FakeCopier(copy_jobs), list[tuple[int, int, int]]()
@@ -98,6 +100,8 @@ class World:
         self.cache.prefetcher.window = prefetch_window
         self.tree = self.cache._tree
         self.requests = 0
+        if on_host:
+            self._put_on_host(on_host)
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -151,7 +155,7 @@ class World:
         self.check()
         return lease.exact_tokens
 
-    def on_host_only(self, **fixed: str) -> None:
+    def _put_on_host(self, fixed: Mapping[str, str]) -> None:
         """Serves every agent's fixed prompt, until all are on the host only; everybody is far away."""
         self.forecast(**dict.fromkeys(fixed, 50.0))
         for agent, text in fixed.items():

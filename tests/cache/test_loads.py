@@ -18,8 +18,7 @@ def test_labels_are_forgotten_with_their_agents() -> None:
 
 
 def test_a_demand_load_is_not_cancelled_by_a_step_update() -> None:
-    world = World(6, host_blocks=12, copy_jobs=1)
-    world.on_host_only(a="AAA", b="BBB")
+    world = World(6, host_blocks=12, copy_jobs=1, on_host={"a": "AAA", "b": "BBB"})
     world.forecast(a=1, b=1)
     world.cache.pump()
     assert len(world.copier.submitted) == 1, "the other one is queued"
@@ -32,8 +31,7 @@ def test_a_demand_load_is_not_cancelled_by_a_step_update() -> None:
 
 
 def test_a_prefetch_for_step_2_never_evicts_step_1() -> None:
-    world = World(3, host_blocks=8, prefetch_window=3)
-    world.on_host_only(one="AAA", two="BBB")
+    world = World(3, host_blocks=8, prefetch_window=3, on_host={"one": "AAA", "two": "BBB"})
     world.forecast(one=1)
     world.settle()
     world.forecast(two=2)
@@ -48,8 +46,7 @@ def test_a_prefetch_for_step_2_never_evicts_step_1() -> None:
 
 
 def test_what_a_request_waits_for_goes_last() -> None:
-    world = World(6, host_blocks=8)
-    world.on_host_only(a="AAA")
+    world = World(6, host_blocks=8, on_host={"a": "AAA"})
     world.demand("AAA", "r")
     world.settle()
     world.forecast(b=0)
@@ -64,8 +61,7 @@ def test_what_a_request_waits_for_goes_last() -> None:
 
 
 def test_a_demand_never_evicts_what_somebody_else_waits_for() -> None:
-    world = World(4, host_blocks=8)
-    world.on_host_only(a="AAA", b="BBB")
+    world = World(4, host_blocks=8, on_host={"a": "AAA", "b": "BBB"})
     world.demand("AAA", "r")
     world.settle()
     assert world.demand("BBB", "s") == "loadable"
@@ -75,8 +71,7 @@ def test_a_demand_never_evicts_what_somebody_else_waits_for() -> None:
 
 
 def test_what_was_just_prefetched_is_not_the_least_recently_used() -> None:
-    world = World(5, host_blocks=8, policy=lru, backup_hits=None)
-    world.on_host_only(a="AAA")
+    world = World(5, host_blocks=8, policy=lru, backup_hits=None, on_host={"a": "AAA"})
     world.serve("xy")
     world.forecast(a=0)
     world.settle()
@@ -85,8 +80,7 @@ def test_what_was_just_prefetched_is_not_the_least_recently_used() -> None:
 
 
 def test_a_denied_load_comes_before_all_prefetches_once_there_is_room() -> None:
-    world = World(6, host_blocks=12)
-    world.on_host_only(a="AAA", b="BBB")
+    world = World(6, host_blocks=12, on_host={"a": "AAA", "b": "BBB"})
     running = world.admit("123456")
     assert world.demand("BBB") == "loadable"
     world.forecast(a=0)
@@ -100,8 +94,7 @@ def test_a_denied_load_comes_before_all_prefetches_once_there_is_room() -> None:
 
 
 def test_a_prefix_larger_than_the_room_is_loaded_in_part() -> None:
-    world = World(6, host_blocks=8)
-    world.on_host_only(a="AAAA")
+    world = World(6, host_blocks=8, on_host={"a": "AAAA"})
     world.admit("xyz")
     assert world.demand("AAAA", "r") == "loadable"
     world.cache.withdraw("r")
@@ -112,8 +105,7 @@ def test_a_prefix_larger_than_the_room_is_loaded_in_part() -> None:
 
 def test_a_load_waits_for_its_ancestors_and_is_cancelled_or_thrown_away_where_theirs_failed() -> None:
     for jobs, ok in ((1, False), (2, False), (2, True)):
-        world = World(8, host_blocks=12, copy_jobs=jobs)
-        world.on_host_only(a="AAA", ab="AAABB")
+        world = World(8, host_blocks=12, copy_jobs=jobs, on_host={"a": "AAA", "ab": "AAABB"})
         world.forecast(a=0)
         world.cache.pump()
         world.forecast(ab=1)
@@ -138,8 +130,7 @@ def test_a_load_waits_for_its_ancestors_and_is_cancelled_or_thrown_away_where_th
 
 
 def test_a_failed_load_is_recomputed() -> None:
-    world = World(4, host_blocks=8)
-    world.on_host_only(a="AAA")
+    world = World(4, host_blocks=8, on_host={"a": "AAA"})
     assert world.demand("AAA", "r") == "loading"
     world.settle(ok=False)
     assert world.demand("AAA", "r") == "ready"
@@ -147,8 +138,7 @@ def test_a_failed_load_is_recomputed() -> None:
 
 
 def test_a_prefetch_that_failed_is_tried_again_when_its_step_changes() -> None:
-    world = World(6, host_blocks=8)
-    world.on_host_only(a="AAA")
+    world = World(6, host_blocks=8, on_host={"a": "AAA"})
     world.forecast(a=1)
     for _ in range(3):
         world.settle(ok=False)
@@ -162,8 +152,7 @@ def test_a_prefetch_that_failed_is_tried_again_when_its_step_changes() -> None:
 
 
 def test_all_branches_are_loaded_and_nobody_outside_the_window() -> None:
-    world = World(9, host_blocks=12, prefetch_window=1)
-    world.on_host_only(a="AA", b="BB", c="CC", d="DD")
+    world = World(9, host_blocks=12, prefetch_window=1, on_host={"a": "AA", "b": "BB", "c": "CC", "d": "DD"})
     world.forecast(a=1, b=1, c=2, d=math.inf)
     world.settle()
     assert world.on_device("AA", "BB", "CC", "DD") == ["AA", "BB"]
@@ -174,9 +163,8 @@ def test_all_branches_are_loaded_and_nobody_outside_the_window() -> None:
 
 
 def test_no_more_than_the_jobs_that_are_allowed_and_likely_ones_first() -> None:
-    world = World(9, host_blocks=12)
+    world = World(9, host_blocks=12, on_host={"a": "AA", "b": "BB"})
     world.cache.prefetcher.jobs = 1
-    world.on_host_only(a="AA", b="BB")
     world.cache.on_forecast({"a": (1.0, 0.2), "b": (1.0, 0.8)})
     world.cache.pump()
     world.cache.pump()
@@ -187,8 +175,7 @@ def test_no_more_than_the_jobs_that_are_allowed_and_likely_ones_first() -> None:
 
 
 def test_what_leaves_the_window_before_it_starts_is_cancelled() -> None:
-    world = World(9, host_blocks=12, copy_jobs=1)
-    world.on_host_only(a="AA", b="BB")
+    world = World(9, host_blocks=12, copy_jobs=1, on_host={"a": "AA", "b": "BB"})
     world.forecast(a=0, b=1)
     world.cache.pump()
     world.forecast(a=9, b=9)
@@ -198,8 +185,7 @@ def test_what_leaves_the_window_before_it_starts_is_cancelled() -> None:
 
 
 def test_a_demanded_prefetch_is_promoted_and_counted_late() -> None:
-    world = World(9, host_blocks=12, copy_jobs=1)
-    world.on_host_only(a="AA", b="BB", c="CC")
+    world = World(9, host_blocks=12, copy_jobs=1, on_host={"a": "AA", "b": "BB", "c": "CC"})
     world.forecast(a=0, b=1, c=2)
     world.cache.pump()
     assert world.demand("CC") == "loading"
@@ -213,8 +199,7 @@ def test_a_demanded_prefetch_is_promoted_and_counted_late() -> None:
 
 
 def test_the_ancestors_come_in_the_same_load() -> None:
-    world = World(9, host_blocks=12)
-    world.on_host_only(a="AA", ab="AABB")
+    world = World(9, host_blocks=12, on_host={"a": "AA", "ab": "AABB"})
     world.forecast(ab=1)
     world.cache.pump()
     assert [len(copy.sources) for copy in world.copier.submitted] == [4]
@@ -223,8 +208,7 @@ def test_the_ancestors_come_in_the_same_load() -> None:
 
 
 def test_an_evicted_fixed_prompt_comes_back_while_its_agent_is_near() -> None:
-    world = World(6, host_blocks=12)
-    world.on_host_only(a="AA")
+    world = World(6, host_blocks=12, on_host={"a": "AA"})
     world.forecast(a=1)
     world.settle()
     world.serve("123456")
@@ -235,8 +219,7 @@ def test_an_evicted_fixed_prompt_comes_back_while_its_agent_is_near() -> None:
 
 def test_a_label_alone_makes_a_prompt_on_the_host_come() -> None:
     """So a new run of a known agent can be expected before its first request."""
-    world = World(6, host_blocks=12)
-    world.on_host_only(old="AA")
+    world = World(6, host_blocks=12, on_host={"old": "AA"})
     world.forecast(new=1)
     world.cache.pump()
     world.cache.on_label(NS, "new", b"AA")

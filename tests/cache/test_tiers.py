@@ -34,8 +34,7 @@ def test_a_fixed_prompt_goes_through_all_states() -> None:
 
 
 def test_a_recompute_of_a_part_adopts_that_part() -> None:
-    world = World(8, host_blocks=4)
-    world.on_host_only(a="AAAA")
+    world = World(8, host_blocks=4, on_host={"a": "AAAA"})
     world.serve("AA")
     assert (world.tokens("AAAA"), world.cache.stats().host_cached_blocks) == ((2, 2), 4)
     world.serve("AAAxy")
@@ -100,8 +99,7 @@ def test_ancestors_are_backed_up_before_what_follows_them() -> None:
 
 
 def test_the_host_tier_gives_up_what_is_farthest_and_leaves_first() -> None:
-    world = World(9, host_blocks=6)
-    world.on_host_only(far="FFF", near="NNN")
+    world = World(9, host_blocks=6, on_host={"far": "FFF", "near": "NNN"})
     world.forecast(far=60, near=40, new=50)
     world.serve("XX", "new", 2)
     world.settle()
@@ -110,8 +108,7 @@ def test_the_host_tier_gives_up_what_is_farthest_and_leaves_first() -> None:
 
 
 def test_a_backup_never_drops_what_is_worth_more() -> None:
-    world = World(9, host_blocks=3)
-    world.on_host_only(near="NNN")
+    world = World(9, host_blocks=3, on_host={"near": "NNN"})
     world.forecast(near=1, new=50)
     world.settle()
     world.serve("XX", "new", 2)
@@ -122,8 +119,7 @@ def test_a_backup_never_drops_what_is_worth_more() -> None:
 
 
 def test_clear_cancels_what_has_not_started_and_spares_what_has() -> None:
-    world = World(8, host_blocks=8, copy_jobs=1)
-    world.on_host_only(a="AAA", b="BB")
+    world = World(8, host_blocks=8, copy_jobs=1, on_host={"a": "AAA", "b": "BB"})
     world.forecast(a=0, b=1)
     world.cache.pump()
     world.cache.clear()
@@ -136,8 +132,7 @@ def test_clear_cancels_what_has_not_started_and_spares_what_has() -> None:
 
 
 def test_stats_count_what_moves_and_what_is_evicted_why() -> None:
-    world = World(4, host_blocks=8, block_bytes=100)
-    world.on_host_only(a="AAA")
+    world = World(4, host_blocks=8, block_bytes=100, on_host={"a": "AAA"})
     world.forecast(b=7)
     world.serve("BB", "b", 2)
     world.serve("BBxx")
@@ -151,8 +146,7 @@ def test_stats_count_what_moves_and_what_is_evicted_why() -> None:
 
 
 def test_loading_is_declined_where_computing_takes_less_time_than_loads_took() -> None:
-    world = World(8, host_blocks=8)
-    world.on_host_only(a="AAA")
+    world = World(8, host_blocks=8, on_host={"a": "AAA"})
     world.demand("AAA")
     world.copier.end(seconds=0.3)
     world.cache.pump()
@@ -167,8 +161,7 @@ def test_loading_is_declined_where_computing_takes_less_time_than_loads_took() -
 
 
 def test_two_requests_wait_for_one_load() -> None:
-    world = World(8, host_blocks=8)
-    world.on_host_only(a="AAA")
+    world = World(8, host_blocks=8, on_host={"a": "AAA"})
     assert [world.demand("AAA", name) for name in "rs"] == ["loading", "loading"]
     assert len(world.copier.submitted) == 1
     world.settle()
@@ -179,8 +172,7 @@ def test_two_requests_wait_for_one_load() -> None:
 
 
 def test_a_status_tells_the_tiers_apart_and_changes_nothing() -> None:
-    world = World(8, host_blocks=8)
-    world.on_host_only(a="AAA")
+    world = World(8, host_blocks=8, on_host={"a": "AAA"})
     world.serve("AAx")
     status = world.cache.status(NS, b"AAAz")
     assert (status.readiness, status.device_tokens, status.host_tokens) == ("loadable", 2, 1)
