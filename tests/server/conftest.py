@@ -71,6 +71,9 @@ class Served:
     def client(self, key: str = "none", **options: object) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
 
+    def claude(self, key: str = "none") -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
+
     def http(self, key: str = "none") -> httpx.Client:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE)
 
@@ -150,10 +153,6 @@ class Talking:
     def request(self) -> GenerateRequest:
         """The last request that reached the engine."""
         return self.served.engine.requests[-1]
-
-    def claude(self, key: str = "none") -> anthropic.Anthropic:
-        """Anthropic's client of it."""
-        return anthropic.Anthropic(base_url=self.served.url, api_key=key, max_retries=0)
 
 
 @contextmanager

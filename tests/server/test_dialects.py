@@ -5,7 +5,7 @@ name, or named in the answer as ignored.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -18,7 +18,7 @@ from kedge.server.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
 from kedge.server.openai.tool_calls import Hermes
 from kedge.server.responses import ResponsesBody
 from kedge.types import SamplingParams
-from tests.server.conftest import CALL, MODEL, WEATHER, Talking, serving
+from tests.server.conftest import CALL, MODEL, WEATHER, Served, Talking, serving
 
 ASK: Any = {"role": "user", "content": "How is it?"}
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -33,9 +33,8 @@ TOOL: Any = {"type": "function", **WEATHER}
 
 
 @pytest.fixture(scope="module")
-def http(told: Talking) -> Iterator[httpx.Client]:
-    with told.served.http() as opened:
-        yield opened
+def served(told: Talking) -> Served:
+    return told.served
 
 
 def said(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:
@@ -135,8 +134,7 @@ def test_items_that_nobody_reads_and_choices_that_nobody_follows_are_left_out(
     assert "How is it?" in told.prompt() and "And now?" in told.prompt()
 
 
-def test_a_function_in_a_namespace_keeps_its_namespace(told: Talking) -> None:
-    client = told.served.client()
+def test_a_function_in_a_namespace_keeps_its_namespace(told: Talking, client: openai.OpenAI) -> None:
     for name, tools in (("find", [SPACE]), ("mcp__docs__find", [FIND, SPACE])):
         told.text = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
         (call,) = client.responses.create(model=MODEL, input="Find.", tools=tools).output
@@ -189,7 +187,8 @@ def test_what_reading_costs_grows_with_what_is_read(read: Callable[[int], object
 @pytest.mark.parametrize("content", ["It is", [{"type": "text", "text": "It\nis "}]])
 def test_an_answer_that_is_begun_is_continued(told: Talking, content: Any) -> None:
     told.text = " fine."
-    told.claude().messages.create(model=MODEL, max_tokens=9, messages=[ASK, {"role": "assistant", "content": content}])
+    messages: Any = [ASK, {"role": "assistant", "content": content}]
+    told.served.claude().messages.create(model=MODEL, max_tokens=9, messages=messages)
     begun = content if isinstance(content, str) else content[0]["text"]
     assert told.prompt().endswith(f"assistant\n{begun.rstrip()}")
 
@@ -213,10 +212,10 @@ def test_the_stop_sequence_is_named(
     asked: Any = {"model": MODEL, "max_tokens": 80 if reason == "tool_use" else 40, "messages": [ASK]}
     asked |= {"stop_sequences": stops, "tools": [{"name": "weather", "input_schema": {"type": "object"}}]}
     if stream:
-        with told.claude().messages.stream(**asked) as events:
+        with told.served.claude().messages.stream(**asked) as events:
             answer = events.get_final_message()
     else:
-        answer = told.claude().messages.create(**asked)
+        answer = told.served.claude().messages.create(**asked)
     assert (answer.stop_reason, answer.stop_sequence) == (reason, stopped)
     assert stream or answer.content, "a whole answer has a text, even if it is empty"
 
@@ -224,7 +223,7 @@ def test_the_stop_sequence_is_named(
 def test_both_events_of_a_stream_count_the_same_input(told: Talking) -> None:
     told.text = "Fine."
     for _ in range(2):  # the second from the cache
-        with told.claude().messages.stream(model=MODEL, max_tokens=9, messages=[ASK]) as stream:
+        with told.served.claude().messages.stream(model=MODEL, max_tokens=9, messages=[ASK]) as stream:
             counts = [one.message.usage if one.type == "message_start" else one.usage
                       for one in stream if one.type in ("message_start", "message_delta")]  # fmt: skip
         assert counts[0].input_tokens == counts[1].input_tokens > 0
@@ -273,11 +272,6 @@ def test_a_result_that_is_an_object_is_read_as_its_json(told: Talking, http: htt
 
 
 # responses ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def client(told: Talking) -> openai.OpenAI:
-    return told.served.client()
 
 
 def test_an_answer_that_is_cut_off_is_incomplete(told: Talking, client: openai.OpenAI) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
-import anthropic
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,16 +50,11 @@ NAMES = {one["function"]["name"] for one in TOOLS}
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Served]:
+def served() -> Iterator[Served]:
     with LocalEngine(config=EngineSettings(device="cpu")) as engine:
         engine.tokenizer.inner.chat_template = TEMPLATE
-        with serving(engine, ServerSettings(tool_call_parser="hermes")) as served:
-            yield served
-
-
-@pytest.fixture(scope="module")
-def client(running: Served) -> openai.OpenAI:
-    return running.client()
+        with serving(engine, ServerSettings(tool_call_parser="hermes")) as running:
+            yield running
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -103,8 +98,8 @@ def test_responses_follow_a_schema_and_call_tools(client: openai.OpenAI) -> None
         Order.model_validate_json(item.arguments)
 
 
-def test_messages_follow_a_schema_and_call_tools(running: Served) -> None:
-    client = anthropic.Anthropic(base_url=running.url, api_key="none", max_retries=0)
+def test_messages_follow_a_schema_and_call_tools(served: Served) -> None:
+    client = served.claude()
     tool: Any = {"name": "order", "input_schema": PARAMETERS}
     for kind in ({"type": "any"}, {"type": "tool", "name": "order"}):
         choice: Any = {**kind, "disable_parallel_tool_use": True}
@@ -147,8 +142,8 @@ def form(schema: Any) -> dict[str, Any]:
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     ],
 )
-def test_what_cannot_be_followed_is_named(running: Served, fields: dict[str, Any], why: str) -> None:
-    answer = running.http().post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 5, **fields})
+def test_what_cannot_be_followed_is_named(http: httpx.Client, fields: dict[str, Any], why: str) -> None:
+    answer = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 5, **fields})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"].endswith("response_format") and why in error["message"], error
@@ -169,12 +164,11 @@ def test_the_server_goes_on_after_hostile_schemas(client: openai.OpenAI) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema_that_no_answer_fits_is_a_bad_request(running: Served, stream: bool) -> None:
+def test_a_schema_that_no_answer_fits_is_a_bad_request(http: httpx.Client, stream: bool) -> None:
     both = {"properties": {"a": {"type": "integer"}}, "patternProperties": {"a": {"type": "string"}}}
     schema = {"type": "object", **both, "required": ["a"]}
     body = {"messages": ASK, "response_format": form(schema), "max_tokens": 30, "stream": stream}
-    with running.http() as http:
-        answer = http.post("/v1/chat/completions", json=body)
+    answer = http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400 and answer.json()["error"]["param"].startswith("response_format"), answer.text
     assert "Parser" not in answer.text and "<state>" not in answer.text
 
@@ -194,24 +188,23 @@ KEPT = {"type": "object", "properties": {"not": {"type": "integer", "maximum": 3
          ["uniqueItems"]),
     ],
 )  # fmt: skip
-def test_what_a_grammar_cannot_keep_is_named(running: Served, more: Any, ignored: list[str]) -> None:
+def test_what_a_grammar_cannot_keep_is_named(http: httpx.Client, more: Any, ignored: list[str]) -> None:
     schema = {**KEPT, "additionalProperties": False, **more}
     body = {"messages": ASK, "response_format": form(schema), "max_tokens": 60, "temperature": 0}
-    with running.http() as http:
-        answer = http.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["kedge"].get("ignored", []) == [f"response_format.{one}" for one in ignored]
-        assert "not" in json.loads(answer.json()["choices"][0]["message"]["content"])
+    answer = http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["kedge"].get("ignored", []) == [f"response_format.{one}" for one in ignored]
+    assert "not" in json.loads(answer.json()["choices"][0]["message"]["content"])
 
 
 @pytest.mark.parametrize(
     "parameters", [{}, {"properties": {"x": {"const": "a</tool_call>b"}}, "required": ["x"]}, None]
 )
-def test_the_arguments_of_a_call_are_an_object_whatever_its_schema_says(running: Served, parameters: Any) -> None:
+def test_the_arguments_of_a_call_are_an_object_whatever_its_schema_says(client: openai.OpenAI, parameters: Any) -> None:
     given = {} if parameters is None else {"parameters": {**parameters, "additionalProperties": False}}
     tool = {"type": "function", "function": {"name": "f", **given}}
     for _ in range(3):
-        answer = running.client().chat.completions.create(
+        answer = client.chat.completions.create(
             model=MODEL, messages=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=120
         )
         if answer.choices[0].finish_reason != "length":

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -39,8 +38,7 @@ def test_who_is_not_known_is_turned_away(two: Served, header: str | None) -> Non
 
 
 def test_a_key_in_anthropics_header_is_a_key(two: Served) -> None:
-    client = anthropic.Anthropic(base_url=two.url, api_key=B, max_retries=0)
-    client.messages.create(model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "x"}])
+    two.claude(B).messages.create(model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "x"}])
     assert two.engine.requests[-1].tenant == "b"
 
 
