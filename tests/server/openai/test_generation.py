@@ -39,16 +39,6 @@ def test_a_chat_is_answered_with_usage_and_receipt(client: openai.OpenAI) -> Non
     assert receipt["mode"] == "exact"
 
 
-def test_cached_tokens_are_the_exact_ones(client: openai.OpenAI) -> None:
-    first, second = (client.chat.completions.create(model=MODEL, messages=say("again and again")) for _ in range(2))
-    assert second.usage.prompt_tokens_details.cached_tokens == second.usage.prompt_tokens - 1
-    assert first.usage.prompt_tokens_details.cached_tokens < second.usage.prompt_tokens_details.cached_tokens
-    off = client.chat.completions.create(
-        model=MODEL, messages=say("again and again"), extra_body={"kedge": {"reuse": "off"}}
-    )
-    assert off.usage.prompt_tokens_details.cached_tokens == 0
-
-
 @pytest.mark.parametrize("prompt", [["ab", "cd"], [[97, 98], [99, 100]]])
 def test_several_prompts_with_several_choices(client: openai.OpenAI, served: Served, prompt: object) -> None:
     answer = client.completions.create(model=MODEL, prompt=prompt, n=2, seed=5)

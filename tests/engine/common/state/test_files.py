@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from kedge.anchors.saving import Record
 from kedge.engine.common.state import files as state_files
 from kedge.engine.common.state.files import MANIFEST, PARTIAL, SUFFIX, Damage, Entry, StateFolder
-from kedge.errors import ConfigError, StateRefused
+from kedge.errors import StateRefused
 
 OURS, THEIRS = "our model", "their model"
 Values = Mapping[str, int]
@@ -97,14 +97,6 @@ def files_of(path: Path) -> dict[str, Path]:
 
 
 # snapshots ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
-    folder = StateFolder(tmp_path, OURS)
-    with pytest.raises(ConfigError, match="another process"):
-        StateFolder(tmp_path, OURS)
-    folder.close()
-    StateFolder(tmp_path, OURS).close()
 
 
 def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
