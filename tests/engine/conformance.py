@@ -491,8 +491,8 @@ class EngineConformance:
 
     def test_the_token_that_ends_an_answer_has_one_too(self, engine: Engine) -> None:
         text = fresh_text("ends")
-        request = self.request(engine, text, max_tokens=256)
-        request = replace(request, sampling=replace(request.sampling, ignore_eos=False), logprobs=0)
+        request = sampled(self.request(engine, text, max_tokens=256), ignore_eos=False)
+        request = replace(request, logprobs=0)
         done = self.run(engine, request)
         drawn = len(done.tokens) + (done.finish_reason is FinishReason.STOP)
         assert len(done.logprobs) == drawn
@@ -525,8 +525,7 @@ class EngineConformance:
     def test_a_prompt_can_be_computed_without_an_answer(self, engine: Engine) -> None:
         """Run a prompt with `max_tokens=0`; later requests reuse its KV."""
         text = " ".join(fresh_text("warming") for _ in range(3))
-        request = self.request(engine, text, reuse=ReuseMode.EXACT)
-        request = replace(request, sampling=replace(request.sampling, max_tokens=0))
+        request = sampled(self.request(engine, text, reuse=ReuseMode.EXACT), max_tokens=0)
         done = self.run(engine, request)
         assert (done.text, done.tokens, done.finish_reason) == ("", (), FinishReason.LENGTH)
         assert done.receipt.prompt_tokens == request.prompt_tokens

@@ -10,7 +10,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.engine.process.engine import ProcessEngine
 from kedge.settings import ThrottledTiers
 from tests.engine.conformance import EngineConformance
-from tests.engine.local.conftest import at_rest, engine_of, tiny_model
+from tests.engine.local.conftest import at_rest, engine_of, tiny_engine, tiny_model
 
 
 class TestEchoEngine(EngineConformance):
@@ -70,10 +70,6 @@ class TestEchoEngineInAProcess(EngineConformance):
 
     def small_engine(self, engine: ProcessEngine) -> ProcessEngine:  # noqa: ARG002
         return echo(self.small_capacity)
-
-
-def tiny_engine(num_blocks: int = 256) -> LocalEngine:
-    return engine_of(tiny_model("llama"), kv_memory=f"{num_blocks} blocks", block_size=16)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
 from kedge.settings import EngineSettings
+from kedge.types import Completion, GenerateRequest
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """Where tests run that say something about a GPU, where there is one; all others run on the CPU"""
@@ -66,6 +67,17 @@ def engine_of(model: PreTrainedModel, **settings: object) -> LocalEngine:
     fixed = {"kv_memory": "256 blocks", "block_size": 16, "device": model.device.type, "planner": {"by_cost": False}}
     config = EngineSettings(**{"guard": {"mode": "off"}, **fixed, **settings})
     return LocalEngine.from_runner(checked_runner(model), tiny_tokenizer(), config)
+
+
+def tiny_engine(num_blocks: int = 256) -> LocalEngine:
+    return engine_of(tiny_model("llama"), kv_memory=f"{num_blocks} blocks")
+
+
+def served(engine: LocalEngine, request: GenerateRequest) -> Completion:
+    """The answer to a request, once all that follows from it has been done."""
+    done = engine.submit(request).result(60)
+    engine.wait_idle(60)
+    return done
 
 
 def at_rest(engine: LocalEngine) -> None:

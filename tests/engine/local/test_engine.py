@@ -13,7 +13,7 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ForwardFailed
 from kedge.settings import TierSettings
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
-from tests.engine.local.conftest import DEVICE, FAMILIES, at_rest, engine_of, tiny_model
+from tests.engine.local.conftest import DEVICE, FAMILIES, at_rest, engine_of, served, tiny_model
 from tests.real import NEW, RealModel
 
 
@@ -92,10 +92,9 @@ def answers(engine: LocalEngine, smollm2: RealModel, count: int = NEW, numbers: 
     exact = []
     for number in numbers:
         prompt = smollm2.prompts[number]
-        done = engine.submit(request(prompt, max_tokens=count)).result(60)
+        done = served(engine, request(prompt, max_tokens=count))
         assert len(done.tokens) == count and smollm2.greedy[prompt].agrees(done.tokens), f"prompt {number}"
         exact.append(done.receipt.exact)
-        engine.wait_idle(60)
     return exact
 
 

@@ -28,7 +28,7 @@ from kedge.reuse.plan import Sentinel
 from kedge.reuse.planner import UNPROVED, WITHHELD
 from kedge.settings import AnchorSettings, GuardSettings
 from kedge.types import Completion, GenerateRequest, ReuseMode, Source
-from tests.engine.local.conftest import SHAPE, engine_of, tiny_model
+from tests.engine.local.conftest import SHAPE, engine_of, served, tiny_model
 from tests.engine.local.stepping import Stepped
 from tests.engine.local.test_translation import OPEN, Driver, relative, request, tokens
 
@@ -64,8 +64,7 @@ def team(engine: LocalEngine, number: int, tenant: str = "default", **changes: A
     """A run of two agents that read a question of their own; the second one's answer."""
     for agent in ("critic", "solver"):
         mine = asked(number, agent, tenant, **changes)
-        done = engine.submit(mine).result(60)
-        engine.wait_idle(60)
+        done = served(engine, mine)
     engine.end_run(mine.run_key)
     return done
 
@@ -249,13 +248,11 @@ def test_a_check_leaves_out_what_was_learned_from_its_own_call(temperature: floa
         for number in range(4):
             team(one, number)
         critic, mine = (asked(9, agent, logprobs=TOP) for agent in ("critic", "solver"))
-        one.submit(critic).result(60)
-        one.wait_idle(60)
+        served(one, critic)
         sampling = replace(mine.sampling, temperature=temperature, seed=1 if temperature else None)
         dense = one.submit(replace(mine, sampling=sampling, reuse=ReuseMode.OFF, request_id="dense")).result(60)
         withheld = GuardOrders(withheld=frozenset((EVERYTHING,)))
-        one.submit(replace(mine, guard=withheld, request_id="learned")).result(60)
-        one.wait_idle(60)
+        served(one, replace(mine, guard=withheld, request_id="learned"))
         found = []
         for held_out in (False, True):
             orders = GuardOrders(GuardMode.OFF, rung=MOVED, afresh=EVERYTHING, held_out=held_out)
@@ -309,36 +306,23 @@ def test_every_request_has_sentinels_of_its_own() -> None:
     assert len(seen) == 6, "and without a guard none"
 
 
-def test_a_refuted_translation_is_computed_before_the_first_token() -> None:
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_refuted_translation_is_computed_before_the_first_token_and_learned_from(is_finite: bool) -> None:
+    """What is not a number also reaches tokens before it that are computed in the same pass, under the mask."""
     made, seen = driver(70, refutes=True)
+    before = made.core.parts.stats()["learning"]["observed"]
+    for pool in () if is_finite else made.core.parts.learned[0].pools.values():
+        for table in pool.tables:
+            table.arena.fill_(math.nan)
     served, kv = made.serve(watched(70))
+    assert made.core.parts.stats()["learning"]["observed"] == before + 1
     dense, expected = made.serve(watched(70, ReuseMode.OFF))
-    assert len(seen) == 1
+    assert len(seen) == 1 and all(map(math.isfinite, seen[0].values())) == is_finite
     assert relative(kv.values, expected.values) < 1e-5 and relative(kv.keys, expected.keys) < 1e-5
     assert served.response == dense.response
     receipt = served.receipt()
     assert receipt.tokens(Source.TRANSLATED) == 0 and receipt.prompt_tokens == 101
     assert any("the guard computed it" in miss.reason for miss in receipt.misses)
-
-
-def test_what_is_not_a_number_leaves_nothing_behind() -> None:
-    """It also reaches tokens before it that are computed in the same pass, under the mask."""
-    made, seen = driver(70, refutes=True)
-    for pool in made.core.parts.learned[0].pools.values():
-        for table in pool.tables:
-            table.arena.fill_(math.nan)
-    served, kv = made.serve(watched(70))
-    assert any(not math.isfinite(error) for error in seen[0].values())
-    dense, expected = made.serve(watched(70, ReuseMode.OFF))
-    assert relative(kv.values, expected.values) < 1e-5 and relative(kv.keys, expected.keys) < 1e-5
-    assert served.response == dense.response
-
-
-def test_what_was_refuted_is_learned_from() -> None:
-    made, _ = driver(70, refutes=True)
-    before = made.core.parts.stats()["learning"]["observed"]
-    made.serve(watched(70))
-    assert made.core.parts.stats()["learning"]["observed"] == before + 1
 
 
 @pytest.mark.parametrize("part", ["keys", "values"])

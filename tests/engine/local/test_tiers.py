@@ -36,7 +36,7 @@ from kedge.types import (
 from kedge.workflow.forecast import AgentKey, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.steps import NextRun
-from tests.engine.local.conftest import at_rest, engine_of, tiny_model, tiny_tokenizer
+from tests.engine.local.conftest import at_rest, engine_of, served, tiny_model, tiny_tokenizer
 from tests.engine.local.test_engine import greedy, prompt
 
 AGENTS, ROUNDS, FIXED, VARYING, OUT = 5, 3, 48, 8, 6
@@ -135,8 +135,7 @@ def put_on_host(engine: LocalEngine, agent: int = 0, others: int = 4) -> None:
     engine.submit(ask(agent, 900)).result(60)
     settle(engine)
     for n in range(others):
-        engine.submit(GenerateRequest((Segment(prompt(800 + n, FIXED + VARYING), "p0"),), SamplingParams(1))).result(60)
-        engine.wait_idle(60)
+        served(engine, GenerateRequest((Segment(prompt(800 + n, FIXED + VARYING), "p0"),), SamplingParams(1)))
     status = engine.query(lambda parts: parts.cache.status(RUN.namespace, fixed(agent)))
     assert (status.device_tokens, status.host_tokens) == (0, FIXED)
 
@@ -241,8 +240,7 @@ def test_what_the_request_says_is_fixed_is_what_is_backed_up(agent: str, marker:
     """Requests without an agent have no fixed prompt."""
     with engine_with(host_blocks=AMPLE, policy="steps") as engine:
         engine.forecast({AgentKey(*RUN, agent): NextRun(1.0)})
-        engine.submit(replace(ask(0, 1), agent=agent, fixed=marker)).result(60)
-        engine.wait_idle(60)
+        served(engine, replace(ask(0, 1), agent=agent, fixed=marker))
         assert engine.inspect()["cache"]["host_cached_blocks"] * BLOCK == backed_up
 
 

@@ -19,7 +19,7 @@ from kedge.reuse.costs import EngineCosts
 from kedge.settings import AnchorSettings, DiscoveryMode, PlannerConstants, PlannerSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, SampleId, SamplingParams, Segment, Tokens
 from tests.discovery.teams import judge, solver, words
-from tests.engine.local.conftest import DEVICE, at_rest, engine_of, tiny_model
+from tests.engine.local.conftest import DEVICE, at_rest, engine_of, served, tiny_model
 from tests.engine.local.stepping import OPEN, Stepped
 from tests.engine.local.test_engine import greedy
 from tests.engine.local.test_engine import prompt as tokens
@@ -87,18 +87,12 @@ def relative(a, b) -> float:  # noqa: ANN001
 def test_translated_blocks_never_reach_another_request(room: dict[str, object]) -> None:
     with engine_of(tiny_model("llama").to(DEVICE), **SETTINGS, **room) as engine:
         asked = [request(tokens(50 + i % 3, 40), tokens(70 + (i + i // 3) % 3, 20), run=f"run-{i}") for i in range(9)]
-        translated = [_served(engine, item) for item in asked]
+        translated = [served(engine, item) for item in asked]
         assert translated[-1].receipt.translated > 0
         for item in asked[:3]:
-            off = _served(engine, replace(item, reuse=ReuseMode.OFF, request_id=f"off-{item.request_id}"))
-            exact = _served(engine, replace(item, reuse=ReuseMode.EXACT, request_id=f"exact-{item.request_id}"))
+            off = served(engine, replace(item, reuse=ReuseMode.OFF, request_id=f"off-{item.request_id}"))
+            exact = served(engine, replace(item, reuse=ReuseMode.EXACT, request_id=f"exact-{item.request_id}"))
             assert exact.tokens == off.tokens
-
-
-def _served(engine: LocalEngine, item: GenerateRequest):  # noqa: ANN202
-    done = engine.submit(item).result(60)
-    engine.wait_idle(60)
-    return done
 
 
 @pytest.mark.parametrize("size", [0, 1])
@@ -250,7 +244,7 @@ def of_tenant(space: Namespace, seed: int, reuse: ReuseMode = ReuseMode.TRANSLAT
 def test_prompts_are_told_by_tenant_and_by_full_blocks() -> None:
     with engine_of(tiny_model("llama"), block_size=16) as engine:
         asked = of_tenant(ACME, 3, ReuseMode.EXACT)
-        _served(engine, asked)
+        served(engine, asked)
         held = engine.inspect_tenants(
             lambda space: space == ACME,
             [(ACME, asked.tokens), (ACME, asked.tokens[:40]), (OTHER, asked.tokens), (ACME, tokens(9, 40))],
@@ -262,7 +256,7 @@ def test_prompts_are_told_by_tenant_and_by_full_blocks() -> None:
 def test_pools_are_told_to_whom_they_belong() -> None:
     with engine_of(tiny_model("llama"), **SETTINGS) as engine:
         for space, seed in ((ACME, 3), (ACME, 4), (ACME, 5), (OTHER, 6)):
-            _served(engine, of_tenant(space, seed))
+            served(engine, of_tenant(space, seed))
         mine, theirs, nobodys = (
             engine.inspect_tenants(lambda space, name=name: space == name, [])["pools"]
             for name in (ACME, OTHER, Namespace("acm"))

@@ -25,14 +25,10 @@ from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound
 from kedge.settings import EngineSettings
 from kedge.types import FinishReason, GenerateRequest, Namespace, ReuseMode, RunKey, SamplingParams, is_owned
 from tests.engine.conformance import EngineConformance, fresh_text
-from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.conftest import tiny_engine
 
 SUITE = EngineConformance()
 SECONDS = 30.0
-
-
-def tiny_engine() -> LocalEngine:
-    return engine_of(tiny_model("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from kedge.reuse.guard.guard import QualityGuard
 from kedge.settings import AnchorSettings, GuardSettings, PlannerConstants
 from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment
 from tests.engine.common.state.test_files import damage, listed, record, record_files, saved
-from tests.engine.local.conftest import engine_of, tiny_model
+from tests.engine.local.conftest import engine_of, served, tiny_model
 from tests.engine.local.test_translation import OPEN, request, tokens
 
 SETTINGS: dict[str, object] = {
@@ -38,8 +38,7 @@ def engine(family: str = "llama", **settings: object) -> LocalEngine:
 
 def ask(engine: LocalEngine, seed: int, hint: int | None = None) -> tuple[str, int]:
     """An answer to a question, and how many tokens were translated for it; then all is learned that can be."""
-    done = engine.submit(request(tokens(seed, 20), tokens(hint or seed + 1, 8))).result(60)
-    engine.wait_idle(60)
+    done = served(engine, request(tokens(seed, 20), tokens(hint or seed + 1, 8)))
     return done.text, done.receipt.translated
 
 
