@@ -123,16 +123,15 @@ class RealModel:
     @contextmanager
     def engine(self, **settings: Any) -> Iterator[LocalEngine]:
         """Open an embedded engine, whose books are right when it is left."""
-        from kedge.engine.local.build import EngineParts
         from kedge.engine.local.engine import LocalEngine
         from kedge.settings import EngineSettings
+        from tests.engine.local.conftest import at_rest
 
         fixed = {"kv_memory": "64 blocks", "device": "cpu", "planner": {"by_cost": False}, "guard": {"mode": "off"}}
         config = EngineSettings(dtype=self.dtype, **{**fixed, **settings})
         with LocalEngine.from_runner(*self.loaded, config) as engine:
             yield engine
-            engine.wait_idle(60)
-            engine.query(EngineParts.check_integrity)
+            at_rest(engine)
 
 
 def request(prompt: Tokens, count: int = NEW) -> GenerateRequest:

@@ -11,7 +11,7 @@ from kedge.cli.main import EXIT_BAD_INPUT, app
 WIDTH = 80
 
 
-def kedge(*args: str, width: int = 200, **env: str) -> Any:
+def kedge(*args: str, width: int = 200, **env: str | None) -> Any:
     """Run a command, without anybody's API keys."""
     return CliRunner().invoke(app, args, env={"COLUMNS": str(width), "KEDGE_API_KEYS": "", **env})
 

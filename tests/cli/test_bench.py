@@ -1,6 +1,5 @@
 """`kedge bench`: quick forms, what a checkout adds, and what measurements write and show on 80 columns."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +11,10 @@ from kedge.bench.sessions.arrivals import QUICK, SLICE
 from kedge.bench.sessions.measure import COLUMNS
 from kedge.cli import bench as command
 from kedge.cli.bench_tables import SESSION_COLUMNS
+from tests.bench.sessions.builders import MOONCAKE, write
 from tests.cli.commands import kedge, measured
 
 MEASUREMENTS = typer.main.get_command(command.bench).commands  # type: ignore[attr-defined]
-MOONCAKE = [
-    {"timestamp": 1000 * at, "input_length": 1200, "output_length": 7, "hash_ids": [0, at, 100]} for at in range(2, 9)
-]
 
 
 @pytest.fixture
@@ -66,8 +63,8 @@ def test_load_writes_a_leaf_and_shows_a_row_for_every_mode(tmp_path: Path) -> No
 
 
 def test_sessions_replays_several_traces_offline(tmp_path: Path) -> None:
-    trace = tmp_path / "chat.jsonl"
-    trace.write_text("".join(f"{json.dumps(line)}\n" for line in MOONCAKE))
+    lines = ({**MOONCAKE, "timestamp": 1000 * at, "hash_ids": [0, at, 100]} for at in range(2, 9))
+    trace = write(tmp_path / "chat.jsonl", lines)
     sizes = "--live 2 --capacity 0.1 --capacity 0.5 --requests 60 --cap 60"
     both = ["--trace", str(trace), "--trace", str(SLICE)]
     saved, shown = measured(tmp_path, "bench", "sessions", *sizes.split(), *both)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import typer.main
 from rich.console import Console, Group
-from typer.testing import CliRunner
 
 from kedge.cli import bench_tables, demo, run
 from kedge.cli.main import app
 from kedge.cli.output import table_of
 from kedge.runner.run import AgentResult, RunResult
 from kedge.types import AgentId, RunId
-from tests.cli.commands import WIDTH
+from tests.cli.commands import WIDTH, kedge
 from tests.completions import completion
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +46,7 @@ def words(command: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", COMMANDS, ids=lambda name: name or "kedge")
 def test_help_is_shown_in_one_piece(name: str) -> None:
-    done = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": str(WIDTH), "TERMINAL_WIDTH": ""})
+    done = kedge(*name.split(), "--help", width=WIDTH, TERMINAL_WIDTH="")
     assert done.exit_code == 0, done.output
     lines = done.output.splitlines()
     assert max(map(len, lines)) <= WIDTH

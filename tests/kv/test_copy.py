@@ -1,6 +1,7 @@
 """Copies between the tiers, and the contract of a copier."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,19 +11,16 @@ from hypothesis import strategies as st
 
 from kedge.cache import Copied, Copy, Direction
 from kedge.kv.copy import PoolCopier, Pools, block_runs, host_pools
-from kedge.kv.rotary import Rotary
-from kedge.kv.spec import KVSpec
 from kedge.kv.storage import PagedStorage
-from tests.engine.local.conftest import tiny_model
+from tests.kv.test_storage import ROTARY, SPEC
 
-ROTARY = Rotary(tiny_model("llama").model.rotary_emb, 512, torch.device("cpu"))
 BLOCKS, SIZE = 8, 4
 
 
 def filled(dtype: torch.dtype = torch.float32) -> Pools:
     """Both tiers, filled so that no two values are alike."""
-    spec = KVSpec(layers=3, kv_heads=2, head_dim=16, rotary_dim=16, dtype=dtype)
-    pools = host_pools(PagedStorage(spec, BLOCKS, SIZE, torch.device("cpu"), ROTARY), BLOCKS)
+    storage = PagedStorage(replace(SPEC, dtype=dtype), BLOCKS, SIZE, torch.device("cpu"), ROTARY)
+    pools = host_pools(storage, BLOCKS)
     for host, device in pools:
         host.copy_(torch.randn(host.shape))
         device.copy_(torch.randn(device.shape))

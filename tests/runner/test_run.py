@@ -10,8 +10,9 @@ from kedge.errors import EngineClosed, MissingInput, PromptTooLong, RequestError
 from kedge.runner.run import EventKind, RunEvent, run
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, ValueKind
 from kedge.workflow.forecast import AgentKey
-from kedge.workflow.graph import Agent, Workflow
+from kedge.workflow.graph import Agent
 from kedge.workflow.steps import UNKNOWN
+from tests.workflow.test_graph import agent, flow
 
 ASK = {"user_question": "why?"}
 
@@ -36,14 +37,6 @@ def says(request: GenerateRequest) -> str:
 def engine() -> Iterator[Engine]:
     with Engine(says) as engine:
         yield engine
-
-
-def agent(name: str, *reads: str, **kwargs: object) -> Agent:
-    return Agent(name, "sys", "Q {user_question}" + "".join(f" {{{read}}}" for read in reads), **kwargs)  # type: ignore[arg-type]
-
-
-def flow(*agents: Agent, **kwargs: object) -> Workflow:
-    return Workflow("flow", agents, **kwargs)  # type: ignore[arg-type]
 
 
 def upper(answer: str, inputs: Mapping[str, str]) -> str:

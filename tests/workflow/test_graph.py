@@ -21,11 +21,11 @@ SAMPLED = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 def agent(name: str, *reads: str, **kwargs: object) -> Agent:
     text = "Q {user_question}" + "".join(f" {{{read}}}" for read in reads)
-    return Agent(name, "", text, **kwargs)  # type: ignore[arg-type]
+    return Agent(name, "sys", text, **kwargs)  # type: ignore[arg-type]
 
 
 def flow(*agents: Agent, **kwargs: object) -> Workflow:
-    return Workflow("test", agents, **kwargs)  # type: ignore[arg-type]
+    return Workflow("flow", agents, **kwargs)  # type: ignore[arg-type]
 
 
 def test_order_is_topological_and_otherwise_as_declared() -> None:

@@ -7,18 +7,15 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.sessions.measure import COLUMNS, belady_hit_rate, measure, measure_cost
-from kedge.bench.sessions.arrivals import QUICK, SLICE, Arrival, load_traces
+from kedge.bench.sessions.arrivals import SLICE, Arrival, load_traces
 from kedge.bench.sessions.measure import ceiling
 from kedge.cli.bench_tables import SESSION_COLUMNS
 from tests.bench.sessions.builders import shipped_traffic, traffic
-from tests.bench.sessions.test_measure import naive_hits, total
+from tests.bench.sessions.test_measure import CAPACITIES, SETTINGS, naive_hits, total
 from tests.cli.commands import measured
 
-SETTINGS = replace(QUICK, capacities=(0.25,), requests=120)
-CAPACITIES = st.integers(1, 25)
 REFERENCE = {0.1: 0.1760, 0.25: 0.5689, 0.5: 0.8852}
 """Belady by an independent simulator: 8 live, gaps cut at 3,600 s, 1,000 requests."""
 

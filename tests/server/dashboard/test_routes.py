@@ -10,9 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
-from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import DecisionKind
@@ -20,6 +18,7 @@ from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import EngineSettings, LimitSettings, ServerSettings
 from kedge.types import AgentId, GenerateRequest, ReuseMode, SampleId, Segment, TenantId, WorkflowId
+from tests.cli.commands import kedge
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import FLOW, PAIR, TEMPLATE, YAML, Served, serving, wait_until
 
@@ -280,13 +279,12 @@ def test_an_engine_that_looks_at_nothing_has_an_empty_report_and_no_guard() -> N
         assert http.get("/kedge/report").json() is None
         assert http.get("/v1/guard").json() == EMPTY
         assert "kedge:guard" not in http.get("/metrics").text
-        failed = CliRunner().invoke(app, ["inspect", "--from-traffic", running.url])
+        failed = kedge("inspect", "--from-traffic", running.url)
         assert failed.exit_code == 2 and "nothing to report yet" in " ".join(failed.output.split())
 
 
-def test_inspect_reads_a_running_server(seen: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    done = CliRunner().invoke(app, ["inspect", "--from-traffic", seen.url])
+def test_inspect_reads_a_running_server(seen: Served) -> None:
+    done = kedge("inspect", "--from-traffic", seen.url, width=80)
     assert done.exit_code == 0, done.output
     assert "plain traffic (observe): requests 5, agents" in done.stdout and "nothing was found" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -295,13 +293,13 @@ def test_inspect_reads_a_running_server(seen: Served, monkeypatch: pytest.Monkey
 def test_inspect_says_how_a_key_is_given() -> None:
     keys = load_keys(None, f"a:{hashed('k')}", LimitSettings())
     with EchoEngine() as engine, serving(engine, keys=keys) as running:
-        failed = CliRunner().invoke(app, ["inspect", "--from-traffic", running.url], env={"KEDGE_API_KEY": None})
+        failed = kedge("inspect", "--from-traffic", running.url, KEDGE_API_KEY=None)
     assert failed.exit_code == 2 and "answers 401 (--api-key)" in " ".join(failed.output.split())
 
 
 @pytest.mark.parametrize("url", ["ftp://nowhere", "http://127.0.0.1:9", "localhost:8000", "http://exa mple"])
 def test_a_server_that_cannot_be_read_is_named(url: str) -> None:
-    failed = CliRunner().invoke(app, ["inspect", "--from-traffic", url])
+    failed = kedge("inspect", "--from-traffic", url)
     assert failed.exit_code == 2 and url in failed.output.replace("\n", "")
 
 
