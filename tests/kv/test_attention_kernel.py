@@ -29,6 +29,14 @@ LENGTHS = [1, 17, 64, 383]
 SCALE = 0.3
 
 
+def check(tolerance: float, query: Tensor, *given: Any, together: bool = False) -> None:
+    """Check the kernel's results against the softmax written out."""
+    out = attend(query, *given, together=together)
+    assert out.dtype == query.dtype
+    wanted = row_by_row.attend(query.double(), *given)
+    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("window", "cap", "beside_sinks"), [(None, None, False), (40, 0.5, False), (40, None, True)])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -45,12 +53,7 @@ def test_every_row_sees_its_own_context(
 
     sinks = torch.randn(heads, device=DEVICE).to(dtype) if beside_sinks else None
     where = (blocks, torch.arange(len(lengths), device=DEVICE).int(), torch.tensor(lengths, device=DEVICE).int())
-
-    out = attend(query, keys, values, *where, BLOCK, SCALE, window, cap, sinks)
-
-    assert out.dtype == dtype
-    wanted = row_by_row.attend(query.double(), keys, values, *where, BLOCK, SCALE, window, cap, sinks)
-    torch.testing.assert_close(out.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    check(TOLERANCE[dtype], query, keys, values, *where, BLOCK, SCALE, window, cap, sinks)
 
 
 PIECES = {
@@ -75,11 +78,7 @@ def test_rows_of_a_sequence_share_its_context(
     sinks = torch.randn(heads, device=DEVICE) if beside_sinks else None
     owners, positions = torch.tensor(rows, device=DEVICE).int().T.contiguous()
     where = blocks, owners, positions + 1
-
-    out = attend(query, keys, values, *where, BLOCK, SCALE, window, cap, sinks, together=True)
-
-    wanted = row_by_row.attend(query.double(), keys, values, *where, BLOCK, SCALE, window, cap, sinks)
-    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+    check(1e-5, query, keys, values, *where, BLOCK, SCALE, window, cap, sinks, together=True)
 
 
 def test_where_no_kernel_can_be_built_that_is_said_once(
@@ -131,10 +130,8 @@ def test_attention_over_long_contexts(
     keys, values = torch.randn(2, 600 * BLOCK, kv_heads, dim, device=DEVICE).to(dtype)
     query = torch.randn(heads, rows, dim, device=DEVICE).to(dtype).transpose(0, 1)
     where = contexts(rows, sequences, 8192, 600)
-    together = sequences < rows
-    got = attend(query, keys, values, *where, BLOCK, SCALE, window, None, None, together=together)
-    wanted = row_by_row.attend(query.double(), keys, values, *where, BLOCK, SCALE, window)
-    torch.testing.assert_close(got.double(), wanted, atol=LARGE_TOLERANCE[dtype], rtol=LARGE_TOLERANCE[dtype])
+    given = query, keys, values, *where, BLOCK, SCALE, window, None, None
+    check(LARGE_TOLERANCE[dtype], *given, together=sequences < rows)
 
 
 @on_gpu
@@ -145,10 +142,9 @@ def test_attention_in_a_pool_of_more_numbers_than_31_bits_count(record_property:
     query = torch.randn(64, 32, 128, dtype=torch.bfloat16, device=DEVICE)
     table, owners, lengths = contexts(64, 64, 8192, 600)
     table += blocks - 600
-    got = attend(query, keys, values, table, owners, lengths, BLOCK, SCALE, None, None, None)
-    wanted = row_by_row.attend(query.double(), keys, values, table, owners, lengths, BLOCK, SCALE, None)
-    torch.testing.assert_close(got.double(), wanted, atol=2e-2, rtol=2e-2)
+    given = query, keys, values, table, owners, lengths, BLOCK, SCALE, None, None, None
+    check(2e-2, *given)
 
     lengths.fill_(8192)
-    spent = seconds(lambda: attend(query, keys, values, table, owners, lengths, BLOCK, SCALE, None, None, None))
+    spent = seconds(lambda: attend(*given))
     record_property("attention_gb_per_s", round(64 * 8192 * 8 * 128 * 2 * 2 / spent / 1e9, 1))

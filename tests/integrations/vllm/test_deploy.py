@@ -21,6 +21,7 @@ from kedge.integrations.vllm.plugin.connector import KedgeConnector
 from kedge.integrations.vllm.plugin.settings import SCHEDULER, PluginSettings
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
+STACK = yaml.safe_load((DEPLOY / "production-stack.yaml").read_text(encoding="utf-8"))
 RECORDER = "#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n"
 
 
@@ -64,16 +65,14 @@ def test_a_flag_that_is_given_again_replaces_the_images(tmp_path: Path) -> None:
 
 
 def test_the_values_for_the_production_stack_are_flags_of_vllm() -> None:
-    values = yaml.safe_load((DEPLOY / "production-stack.yaml").read_text(encoding="utf-8"))
-    for model in values["servingEngineSpec"]["modelSpec"]:
+    for model in STACK["servingEngineSpec"]["modelSpec"]:
         check(parsed(["serve", model["modelURL"], *model["vllmConfig"]["extraArgs"]]), "16GiB")
 
 
 def test_the_session_header_is_the_one_that_vllm_reads() -> None:
-    values = yaml.safe_load((DEPLOY / "production-stack.yaml").read_text(encoding="utf-8"))
     import vllm.entrypoints
 
-    key, folder = values["routerSpec"]["sessionKey"], Path(vllm.entrypoints.__path__[0])
+    key, folder = STACK["routerSpec"]["sessionKey"], Path(vllm.entrypoints.__path__[0])
     files = (file.read_text(encoding="utf-8").lower() for file in folder.rglob("*.py"))
     assert any(f'"{key}"' in text for text in files)
 

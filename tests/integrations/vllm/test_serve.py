@@ -17,7 +17,7 @@ from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings, ServerSettings
 from kedge.types import GenerateRequest, SamplingParams, Segment
 from tests.server.conftest import TEMPLATE, Served, serving
-from tests.server.test_structured_output import ASK, Order, Part
+from tests.server.test_structured_output import ASK, Order, Part, form
 
 MODEL = "kedge-nano"
 TEAM = Path(__file__).parents[3] / "examples" / "math_team.yaml"
@@ -93,14 +93,10 @@ def test_the_dashboard_is_served_with_no_other_figures_of_the_engine_than_its_gu
     assert http.get("/v1/dashboard/engine").json() == {"guard": http.get("/v1/guard").json()["agents"]}
 
 
-def shaped(schema: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-
-
 @pytest.mark.usefixtures("templated")
 def test_answers_conform_also_many_at_once_and_beside_free_ones(client: openai.OpenAI) -> None:
     def ask(number: int) -> str:
-        more: Any = {"response_format": shaped((Part, Order)[number % 2].model_json_schema())} if number % 3 else {}
+        more: Any = {"response_format": form((Part, Order)[number % 2].model_json_schema())} if number % 3 else {}
         asked: Any = {"model": MODEL, "messages": ASK, "temperature": 0.9, "seed": number, "max_tokens": 200}
         return client.chat.completions.create(**asked, **more).choices[0].message.content or ""
 
@@ -115,11 +111,11 @@ def test_answers_conform_also_many_at_once_and_beside_free_ones(client: openai.O
 def test_a_schema_that_cannot_be_followed_is_refused_and_the_server_goes_on(client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": ASK, "max_tokens": 20}
     with pytest.raises(openai.BadRequestError, match="response_format"):
-        client.chat.completions.create(**asked, response_format=shaped({"type": "string", "pattern": "(?=x)"}))
+        client.chat.completions.create(**asked, response_format=form({"type": "string", "pattern": "(?=x)"}))
     assert client.chat.completions.create(**asked).choices
 
 
-def test_the_page_of_plain_traffic_is_shown(served: Served, client: openai.OpenAI) -> None:
+def test_the_page_of_plain_traffic_is_shown(http: httpx.Client, client: openai.OpenAI) -> None:
     for number in range(4):
         said = f"Question {number * 7919}. " + "What is the sum of all of these small numbers, and why is that so? " * 2
         messages: Any = [
@@ -127,8 +123,7 @@ def test_the_page_of_plain_traffic_is_shown(served: Served, client: openai.OpenA
             {"role": "user", "content": said},
         ]
         client.chat.completions.create(model=MODEL, messages=messages, max_tokens=4)
-    with served.http() as http:
-        report = http.get("/kedge/report").json()
+    report = http.get("/kedge/report").json()
     assert report["mode"] == "observe" and report["namespaces"] == ["default"] and report["requests"] >= 4
 
 

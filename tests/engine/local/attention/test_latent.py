@@ -18,10 +18,11 @@ from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import Sequence, Work, flatten
 from kedge.errors import UnsupportedModel
 from kedge.kv.segment import KVSegment
-from kedge.kv.storage import PagedStorage, SlotTable
+from kedge.kv.storage import SlotTable
 from kedge.types import Namespace
 from tests.engine.local.conftest import engine_of
 from tests.engine.local.model.test_architectures import model_of
+from tests.engine.local.model.test_graphs import storage_of
 from tests.engine.local.test_engine import greedy, prompt
 from tests.engine.local.test_engine import request as plain
 
@@ -132,9 +133,7 @@ class Twin:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.table = runner, SlotTable.of([6, 1, 4, 9, 2, 8], 16)
-        self.storage = PagedStorage(runner.spec, 12, 16, runner.device, runner.rotary)
-        for pool in (self.storage.keys, self.storage.values):
-            pool.zero_()
+        self.storage = storage_of(runner, 12)
 
     def run(self, positions: list[int]) -> Tensor:
         """The logits of the last token."""

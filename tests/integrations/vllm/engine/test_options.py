@@ -7,15 +7,14 @@ from types import ModuleType
 from typing import Any, Literal
 
 import pytest
-from typer.testing import CliRunner
 
-from kedge.cli.main import app
 from kedge.engine.base import Quota
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.engine import options
 from kedge.integrations.vllm.engine.options import FOREIGN, copy_dtype, refuse_foreign, require_vllm, vllm_arguments
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.settings import EngineSettings, QuotaSettings, TierSettings
+from tests.cli.commands import kedge
 
 TYPES = {
     "model": str, "dtype": Literal["auto", "float32"], "max_model_len": int, "block_size": int, "odd": "OnlyVLLMKnows",
@@ -101,7 +100,7 @@ def test_serve_refuses_before_anything_is_loaded(
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     if "--config" in args:
         Path("kedge.toml").write_text("[engine.vllm]\nmax_model_len = 512\n")
-    result = CliRunner().invoke(app, ["serve", "--port", "0", *args], env={"COLUMNS": "200", "KEDGE_API_KEYS": ""})
+    result = kedge("serve", "--port", "0", *args)
     assert (result.exit_code, result.stderr.splitlines()[-1][: len(message) + 7]) == (2, f"error: {message}")
 
 
@@ -119,8 +118,7 @@ def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pyte
         raise Started
 
     monkeypatch.setattr("kedge.integrations.vllm.engine.engine.VLLMEngine", start)
-    args = ["serve", "--port", "0", "--engine", "vllm", "--state", "kept", "--api-keys", "keys.toml"]
-    result = CliRunner().invoke(app, args, env={"KEDGE_API_KEYS": ""})
+    result = kedge("serve", "--port", "0", "--engine", "vllm", "--state", "kept", "--api-keys", "keys.toml")
     assert isinstance(result.exception, Started)
     assert seen == [options.KeepingOptions(Path("kept"), {"acme": Quota(5, 1 << 20)})]
     found = PluginSettings.model_validate(options.plugin_settings(EngineSettings(backend="vllm"), seen[0]))
