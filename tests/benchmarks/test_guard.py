@@ -25,8 +25,7 @@ from benchmarks.guard import (
     with_swapped_heads,
     write_wrongly,
 )
-from kedge.anchors.offsets import empty_table
-from kedge.anchors.sites import no_offsets
+from kedge.anchors.offsets import empty_table, no_offsets
 from kedge.anchors.translator import Translation, translate_into
 from kedge.bench.shapes import Loaded, load_model
 from kedge.engine.local.build import EngineParts
@@ -112,7 +111,7 @@ def written(runner: ModelRunner, make: MakeWrite, agent: str) -> tuple[KVSegment
     parts: Any = SimpleNamespace(runner=runner, storage=storage, write=lambda _, *it: translate_into(storage)(*it))
     write_wrongly(parts, make, "final")
     request = GenerateRequest((), agent=agent)
-    parts.write(request, table, [Translation(START, base, no_offsets(base, none), none)])
+    parts.write(request, table, [Translation(START, base, no_offsets(base.tokens), none)])
     assert torch.equal(base.keys, kept.keys) and torch.equal(base.values, kept.values), "others read it as well"
     slots = table.slots[START : START + WRITTEN]
     return base, KVSegment(storage.keys[:, slots], storage.values[:, slots])

@@ -50,6 +50,8 @@ class Known:
         known = tokens[: len(tokens) - self.lacks]
         return SimpleNamespace(key="base", tokens=known, kv=kv_of(len(known)))
 
+    serving = find
+
     def estimate(self, _: object, __: object, weak_error: float | None = None, *, leave_out: bool = False) -> Any:
         self.asked.append((weak_error, leave_out))
         return self._estimate
@@ -167,7 +169,7 @@ def test_a_miss_says_whether_a_value_is_new_or_withheld_or_not_proved_yet(
     withheld: str, is_read: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_read:
-        monkeypatch.setattr(Planner, "sample", lambda *_: None)
+        monkeypatch.setattr(Planner, "has_base", lambda *_: False)
     plan = plan_unknown(Unknown(has_prefixes=True), GuardOrders(withheld=frozenset((withheld,))))
     assert {miss.segment: miss.reason for miss in plan.misses}["answer"] == reason
 

@@ -13,7 +13,7 @@ from kedge.types import Namespace, RunKey, SampleId, TenantId, Tokens
 
 class _SampleKey(NamedTuple):
     run: RunKey
-    sample: SampleId
+    sample: SampleId | None
 
 
 class _SharedTextKey(NamedTuple):
@@ -152,9 +152,11 @@ class BaseStore:
         """Return whether room is kept for base KV that is not there yet."""
         return key in self._entries and not self._entries[key].parts
 
-    def note_read(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens, *, is_last: bool) -> None:
+    def note_read(
+        self, run: RunKey, sample: SampleId | None, tokens: Tokens, base_context: Tokens, *, is_last: bool
+    ) -> None:
         """Note that a request of a run reads a value; unless it `is_last`, others are going to."""
-        if key := self._serving(run, sample, tokens, base_context):
+        if key := self.serving(run, sample, tokens, base_context):
             stored = self._used(key)
             stored.run, stored.held_until = run, 0 if is_last else self._moved + self._longest_hold
             self._moved += stored.nbytes
@@ -170,14 +172,15 @@ class BaseStore:
         stored = self._used(readers[before[-1]])
         return _entry(stored, stored.tokens)
 
-    def find(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
+    def find(self, run: RunKey, sample: SampleId | None, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
         """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of
         equal content. Its producer's may lack the last token.
         """
-        key = self._serving(run, sample, tokens, base_context)
+        key = self.serving(run, sample, tokens, base_context)
         return _entry(self._used(key), tokens) if key else None
 
-    def _serving(self, run: RunKey, sample: SampleId, tokens: Tokens, base_context: Tokens) -> _Key | None:
+    def serving(self, run: RunKey, sample: SampleId | None, tokens: Tokens, base_context: Tokens) -> _Key | None:
+        """Return the key of the base KV that `find` finds."""
         least = max(1, len(tokens) - 1)
         for key in (_SampleKey(run, sample), ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
@@ -209,11 +212,10 @@ class BaseStore:
         """Forget the values that a run's agents produced, and what their prompts left of the texts that they share.
         What else it has read makes room again.
         """
-        for key, stored in [*self._entries.items()]:
-            if stored.run == run:
-                stored.held_until = 0
-                if isinstance(key, _RunKey):
-                    self._drop(key)
+        for key in [key for key, stored in self._entries.items() if stored.run == run]:
+            self._entries[key].held_until = 0
+            if isinstance(key, _RunKey):
+                self._drop(key)
 
     def clear(self) -> None:
         """Forget all base KV."""

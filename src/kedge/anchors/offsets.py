@@ -7,8 +7,9 @@ itself, so its offset is zero and is not kept.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -42,7 +43,16 @@ class Blend:
 
     def slice(self, start: int, stop: int | None = None) -> Blend:
         """Return the tokens [start, stop); `stop=None` is the end."""
+        if not self.adds:
+            return no_offsets(len(range(self.tokens)[start:stop]), self.version)
         return Blend(self.rows[start:stop], self.weights[start:stop], self.version)
+
+
+@lru_cache(4096)
+def no_offsets(tokens: int, version: int = 0) -> Blend:
+    """Return the blend of no rows, which leaves base KV as it is."""
+    rows = torch.zeros(tokens, 0, dtype=torch.int64)
+    return Blend(rows, rows.float(), version)
 
 
 def rows_of(kv: KVSegment) -> Tensor:
@@ -167,10 +177,13 @@ class OffsetTable:
         self.arena, self._ranges, self.version = arena, ranges, self.version + 1
 
 
-def empty_table(kv: KVSegment) -> OffsetTable:
+def empty_table(kv: KVSegment, new: Callable[..., OffsetTable] = OffsetTable) -> OffsetTable:
     """Return a table without rows for offsets of such KV, in the dtype of a half-precision model, and in float16 for
-    float32 (error below 1e-3).
+    float32 (error below 1e-3): a `new` one, or `unused_table`, which is the same for all that stay empty.
     """
     layers, _, heads, dim = kv.keys.shape
     dtype = torch.float16 if kv.dtype == torch.float32 else kv.dtype
-    return OffsetTable((layers - 1) * 2 * heads * dim, dtype, kv.device)
+    return new((layers - 1) * 2 * heads * dim, dtype, kv.device)
+
+
+unused_table = lru_cache(OffsetTable)

@@ -11,7 +11,7 @@ from kedge.anchors.anchor import AnchorId, PoolKey, SampleView
 from kedge.anchors.calibration import Calibration
 from kedge.anchors.criteria import Verdict
 from kedge.anchors.estimators import Match
-from kedge.anchors.offsets import Blend, OffsetTable, empty_table, rows_of
+from kedge.anchors.offsets import Blend, OffsetTable, empty_table, no_offsets, rows_of, unused_table
 from kedge.errors import PlanError
 from kedge.kv.segment import KVSegment
 
@@ -195,14 +195,7 @@ def rotated(sample: SampleView, after: OffsetEstimate | None = None) -> OffsetEs
     """Return the estimate by which a value's base KV is only rotated to its place. The prefix segment behind it is as
     in `after`, an estimate from anchors.
     """
-    table = empty_table(sample.base)
-    value = no_offsets(sample.base, table)
+    table, value = empty_table(sample.base, unused_table), no_offsets(sample.base.tokens)
     if after is None:
         return OffsetEstimate(True, "", learnable=False, value=value, value_table=table)
     return replace(after, value=value, value_table=table, weak=None)
-
-
-def no_offsets(base: KVSegment, table: OffsetTable) -> Blend:
-    """Return the blend of no rows, which leaves base KV as it is."""
-    rows = torch.zeros(base.tokens, 0, dtype=torch.int64)
-    return Blend(rows, rows.float(), table.version)

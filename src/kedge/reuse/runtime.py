@@ -129,8 +129,7 @@ class Runtime:
     def has_bases(self, request: GenerateRequest, segments: range) -> bool:
         """Return whether base KV is there for all values among these segments that are worth translating."""
         values = [one for one in layout(request) if one.index in segments and one.segment.is_placeholder]
-        wanted = [one for one in values if self.planner.pays(one)]
-        return all(self.planner.sample(request, one) is not None for one in wanted)
+        return all(self.planner.has_base(request, one) for one in values if self.planner.pays(one))
 
     def learns(self, request: GenerateRequest) -> bool:
         """Return whether something of this request may be translated, or kept for others."""
@@ -147,7 +146,10 @@ class Runtime:
         if not values:
             return []
         for one in values if is_new else ():
-            self._note_read(request, one)
+            pool, value = pool_of(request, one), one.segment
+            self._readers.read(pool, value.tokens)
+            is_last = self._readers.is_last(pool, value.tokens)
+            self._bases.note_read(request.run_key, value.sample, value.tokens, value.base_context, is_last=is_last)
         others = [one for one in values if not reads_in_place(request, one)]
         missing = [self._placeholder_need(request, one) for one in others if self._lacks_base(request, one, is_new)]
         later = later_prefixes(placed)
@@ -268,7 +270,7 @@ class Runtime:
             for one in self._worth_translating(layout(request))
             if reads_in_place(request, one)
             and self._readers.expected(pool_of(request, one)) > 1
-            and self.planner.sample(request, one) is None
+            and not self.planner.has_base(request, one)
         ]
 
     def _shared_texts(self, request: GenerateRequest, plan: ReusePlan | None) -> list[Placed]:
@@ -325,7 +327,7 @@ class Runtime:
         """Return whether a value has no base KV yet, computing it is worth that to its readers, and there is room,
         which a request that `is_new` takes.
         """
-        if self.planner.sample(request, placed) is not None:
+        if self.planner.has_base(request, placed):
             return False
         readers = self._readers.expected(pool_of(request, placed))
         if not self.planner.base_pays(placed, readers):
@@ -336,13 +338,6 @@ class Runtime:
 
     def _has_room(self, key: LastingKey, tokens: int, run: RunKey | None, is_new: bool) -> bool:
         return self._bases.hold(key, tokens, run) if is_new else self._bases.is_expected(key)
-
-    def _note_read(self, request: GenerateRequest, placed: Placed) -> None:
-        pool, segment = pool_of(request, placed), placed.segment
-        assert segment.sample is not None
-        self._readers.read(pool, segment.tokens)
-        is_last = self._readers.is_last(pool, segment.tokens)
-        self._bases.note_read(request.run_key, segment.sample, segment.tokens, segment.base_context, is_last=is_last)
 
     def _placeholder_need(self, request: GenerateRequest, placed: Placed) -> BaseNeed:
         tokens = placed.segment.base_context + placed.segment.tokens

@@ -15,8 +15,7 @@ from typing import TypeVar
 import torch
 
 from kedge.anchors.base_store import BaseStore
-from kedge.anchors.offsets import empty_table
-from kedge.anchors.sites import no_offsets
+from kedge.anchors.offsets import empty_table, no_offsets
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translate, Translation, translate_into
 from kedge.cache import CacheManager, EvictionPolicy
@@ -234,6 +233,6 @@ def _write(storage: PagedStorage, translate: Translate, tokens: int) -> None:
     zeros = torch.zeros(shape, dtype=spec.dtype, device=storage.keys.device)
     base = KVSegment(zeros, zeros)
     table = empty_table(base)
-    translate(SlotTable(torch.arange(tokens)), [Translation(0, base, no_offsets(base, table), table)])
+    translate(SlotTable(torch.arange(tokens)), [Translation(0, base, no_offsets(tokens), table)])
     if storage.keys.is_cuda:
         torch.cuda.synchronize(storage.keys.device)
