@@ -16,7 +16,7 @@ from functools import partial
 from kedge.anchors.base_store import BaseStore
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import translate_into
-from kedge.integrations.vllm.plugin.pages import UNCHECKED, Pages, RotationCheck
+from kedge.integrations.vllm.plugin.pages import Pages, RotationCheck
 from kedge.integrations.vllm.plugin.requests import Capture, TranslationQuery, TranslationVerdict, TranslationWrite
 from kedge.integrations.vllm.plugin.settings import OTHERS, PluginSettings
 from kedge.kv.segment import KVSegment
@@ -155,9 +155,10 @@ class Learner:
     def judge(self, query: TranslationQuery) -> TranslationVerdict:
         """Return what of a prompt has to be computed, and which base KV would help."""
         began, request = self._clock(), query.request
-        wanted = () if query.has_waited else self._note(self._runtime.needs(request, is_new=True))
+        is_read = self.rotation.is_open and not query.has_waited
+        wanted = self._note(self._runtime.needs(request, is_new=True)) if is_read else ()
         if refusal := self.rotation.refusal:
-            self._note_harvest(request, wanted=refusal is UNCHECKED and not request.guard.held_out)
+            self._note_harvest(request, wanted=self.rotation.is_open and not request.guard.held_out)
             return TranslationVerdict((range(request.prompt_tokens),), (Miss("*", refusal),), wanted)
         if query.may_wait:
             needs = self._runtime.prerequisites(request, max(query.exact, self._known(request)), of_later_readers=True)
@@ -232,6 +233,8 @@ class Learner:
         """Read the KV of a response after its pass, or what others need of a prompt: all of it where it is learned
         from. Reading prompts and answers for those that read them later is a part of what translating costs.
         """
+        if not self.rotation.is_open:
+            return
         began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
         start, self.is_at_rest = request.prompt_tokens, False
         if order.response:
@@ -240,7 +243,7 @@ class Learner:
             self._answer_seconds = time.monotonic() - began
         elif need := self._needs.pop((request.namespace, request.tokens), None):
             need.keep(partial(self.pages.read, table))
-        elif self.rotation.refusal in (None, UNCHECKED) and request.wants_translation:
+        elif request.wants_translation:
             read: ReadKV = partial(self.pages.read, table)
             written = self._written.pop(request.request_id, None)
             plan = written.plan if written else None

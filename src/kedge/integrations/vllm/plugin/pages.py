@@ -226,6 +226,11 @@ class RotationCheck:
         self.is_checked = False
         """Whether a prompt has shown that they are rotated so"""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether something is translated, or will be once a prompt has been checked: else nothing is prepared."""
+        return self.refusal in (None, UNCHECKED)
+
     def trust(self) -> None:
         """Translate with what an engine has learned that had checked this model. The next prompt is checked again."""
         self.refusal = None
