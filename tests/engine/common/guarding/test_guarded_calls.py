@@ -265,8 +265,29 @@ def test_errors_and_cancelled_answers_are_passed_on_once_and_not_checked(fake: F
     assert engine.calls.checks.drain(1) and engine.checks == []
     engine.ask(request())
     engine.translatable = frozenset("a")
+    engine.ask(request())
+    asked = [one.logprobs for one in engine.asked]
+    assert engine.checks == [] and asked == [20, None], "the first had nothing to compare"
     engine.submit(request()).result(10)
     assert engine.calls.checks.drain(10) and len(engine.checks) == 1, "the engine counts as idle"
+
+
+def test_log_probabilities_are_asked_of_no_more_answers_at_once_than_may_wait(fake: Fake) -> None:
+    engine = fake()
+    begun = [engine.calls.begin(replace(request(), request_id=f"r{number}")) for number in range(2 * MAX_WAITING)]
+    assert [one.logprobs for one, _ in begun] == [20] * MAX_WAITING + [None] * MAX_WAITING
+    for served, tap in begun:
+        assert tap is not None
+        tap(TokenDelta("", (), engine.completion(served, FinishReason.CANCELLED)))
+    assert engine.calls.begin(request())[0].logprobs == 20
+
+
+def test_few_agents_are_remembered_that_had_nothing_to_compare(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_calls, "ENTRIES", 4)
+    engine = fake(translatable=frozenset())
+    for number in range(10):
+        engine.ask(request(agent=f"agent-{number}"))
+        assert 0 < len(engine.calls._vain) <= 4
 
 
 def test_a_run_ends_after_its_trials_and_before_the_next_of_its_name(fake: Fake) -> None:

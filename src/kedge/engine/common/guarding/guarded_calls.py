@@ -27,6 +27,7 @@ from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
 from kedge.reuse.plan import Sentinel
 from kedge.settings import GuardSettings
+from kedge.structures.bounded import ENTRIES
 from kedge.types import (
     Completion,
     FinishReason,
@@ -313,6 +314,8 @@ class GuardedCalls:
         """`submit` is the engine's own: checks are requests, whose guard is off."""
         self._settings, self.guard = settings, QualityGuard(settings)
         self._calls: dict[RequestId, GuardedCall] = {}
+        self._vain = set[WorkflowAgent]()
+        """Agents whose last answer had nothing that could be compared, and whose next ones are not asked for it"""
         self.checks = CheckThread(submit, self._judged, settings)
         """To be stopped before the engine ends, and joined once it has ended the stream of the check under way"""
 
@@ -329,18 +332,21 @@ class GuardedCalls:
         verdict = self._verdict(request) if request.wants_translation else GuardVerdict(request.guard)
         served, settled = replace(request, guard=verdict.orders), verdict.is_settled
         call = GuardedCall(request, served, verdict.tried, is_checked=False, is_settled=settled)
-        if verdict.is_checked and self.checks.wants(request.workflow_agent, is_settled=settled):
-            self._check(call)
+        is_drawn = request.sampling.max_tokens > 0 and request.prompt_logprobs is None
+        if verdict.is_checked and is_drawn and self._wants(call):
+            call.is_checked, top = True, max(request.logprobs or 0, TOP)
+            call.served = replace(served, logprobs=top)
         self.checks.arrived(request.run_key)
         self._calls[request.request_id] = call
         return call.served, partial(self._pass_on, call)
 
-    def _check(self, call: GuardedCall) -> None:
-        """Let the call's answer be compared, if that is possible: nothing of it has been drawn yet."""
-        request = call.served
-        if request.sampling.max_tokens > 0 and request.prompt_logprobs is None:
-            call.is_checked = True
-            call.served = replace(request, logprobs=max(request.logprobs or 0, TOP))
+    def _wants(self, call: GuardedCall) -> bool:
+        """Return whether an answer may be compared soon, with as many on the way as wait at most: log-probabilities
+        cost every request beside it.
+        """
+        agent = call.asked.workflow_agent
+        coming = sum(one.is_checked and one.asked.workflow_agent == agent for one in [*self._calls.values()])
+        return coming < MAX_WAITING and agent not in self._vain and self.checks.wants(agent, is_settled=call.is_settled)
 
     def sentinels_read(self, request: GenerateRequest, errors: Mapping[Sentinel, float]) -> bool:
         """Take the relative errors of a request's sentinel tokens before its first token is drawn. Returns whether its
@@ -394,18 +400,31 @@ class GuardedCalls:
             if done.finish_reason is not FinishReason.CANCELLED and self.guard.mode(served) is not GuardMode.OFF:
                 names = translated_placeholders(served, done.receipt)
                 self.guard.translated(served, names)
-                rungs = self.guard.to_try(served, call.tried) if call.is_checked else []
-                if call.tried and rungs:
-                    control, can_wait = self.guard.needs_control(served), call.is_settled
-                    self.checks.add(trial(served, done, call.tried, rungs, control=control, is_settled=can_wait))
-                elif call.is_checked and names:
-                    beside = [one for one in rungs if one is not None]
-                    self.checks.add(dense_check(served, done, beside, is_settled=call.is_settled))
+                self._compare(call, done, names)
             guard, fidelity = self.guard.notes(served), self.guard.fidelity(served)
             return replace(done, receipt=replace(done.receipt, guard=guard, fidelity=fidelity))
         except Exception:  # an answer is not lost for what the guard makes of it
             logger.exception("the guard failed on request %s", call.asked.request_id)
             return done
+
+    def _compare(self, call: GuardedCall, done: Completion, names: Sequence[str]) -> None:
+        """Queue the check of an answer with these placeholders translated, if there is anything to compare."""
+        served, agent = call.served, call.served.workflow_agent
+        if not (call.is_checked or agent in self._vain):
+            return
+        is_trial = bool((rungs := self.guard.to_try(served, call.tried)) and call.tried)
+        if not (is_trial or names):
+            if len(self._vain) >= ENTRIES:
+                self._vain.clear()  # each is asked once more
+            self._vain.add(agent)
+            return
+        self._vain.discard(agent)
+        if call.is_checked and is_trial:
+            control = self.guard.needs_control(served)
+            self.checks.add(trial(served, done, call.tried, rungs, control=control, is_settled=call.is_settled))
+        elif call.is_checked:
+            beside = [one for one in rungs if one is not None]
+            self.checks.add(dense_check(served, done, beside, is_settled=call.is_settled))
 
     def _stripped(self, call: GuardedCall, item: TokenDelta) -> TokenDelta:
         """Leave out log-probabilities that the client did not ask for."""
