@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kedge.integrations.vllm.entry_point import FORCED
+from kedge.integrations.vllm.entry_point import FIRST_LOGPROBS, FORCED
 from kedge.integrations.vllm.forced_answers import ForcedAnswers
 from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, prompt
 from tests.integrations.vllm.lane_prompts import asynchronously
@@ -63,6 +63,22 @@ def test_answers_are_forced_beside_free_ones(built: Driver) -> None:
             both = ranked.keys() & expected.keys()
             assert token in both
             assert [ranked[one] for one in both] == pytest.approx([expected[one] for one in both], abs=CLOSE)
+
+
+def test_log_probabilities_of_first_tokens_alone_beside_others(built: Driver) -> None:
+    """None are computed after that, unless somebody else wants them."""
+    whole = built.ask(PROMPTS[0], count=8, logprobs=TOP).outputs[0]
+    names = [built.add(PROMPTS[0], 8, extra={FIRST_LOGPROBS: 3}, logprobs=TOP), built.add(PROMPTS[2], 12)]
+    built.run()
+    first, other = (built.finished[name].outputs[0] for name in names)
+    assert [list(first.token_ids), list(other.token_ids)] == [list(whole.token_ids), built.answer(PROMPTS[2], count=12)]
+    assert len(first.logprobs) == 3 and other.logprobs is None
+    for ranked, expected in zip(by_token(first.logprobs), by_token(whole.logprobs[:3]), strict=True):
+        assert ranked == pytest.approx(expected, abs=CLOSE)
+    for bound, beside in (({FIRST_LOGPROBS: 3}, 2), ({FIRST_LOGPROBS: "3"}, None), ({FIRST_LOGPROBS: 0}, None)):
+        names = [built.add(PROMPTS[0], 8, extra=bound, logprobs=TOP), built.add(PROMPTS[2], 8, logprobs=beside)]
+        built.run()
+        assert [len(built.finished[name].outputs[0].logprobs or ()) for name in names] == [8, 8 if beside else 0]
 
 
 HOSTILE = [

@@ -15,9 +15,9 @@ from tests.marks import on_push
 
 HERE = Path(__file__).parent
 ON_V2 = {
-    "forced answers": ("forced_answers", "beside", 2),
+    "forced answers": ("forced_answers", "beside", 4),
     "lanes over KV": ("lanes_over_kv", "llama and (planner or busy)", 6),
-    "lanes": ("lanes lanes_in_small_steps", "(abort and 2) or preempted or failed or crowds", 8),
+    "lanes": ("lanes lanes_in_small_steps", "(abort and 2) or preempted or failed or crowds", 9),
 }
 """Files, which of their tests are run, and how many these are: each of them in both schedulings"""
 

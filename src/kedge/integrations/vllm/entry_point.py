@@ -17,6 +17,8 @@ from kedge.errors import EngineClosed
 NAME, MODULE = "KedgeConnector", "kedge.integrations.vllm.plugin.connector"
 FORCED = "kedge_forced"
 """Key of a request's `extra_args` with the token ids of its answer"""
+FIRST_LOGPROBS = "kedge_first_logprobs"
+"""Key of the number of an answer's first tokens that have log-probabilities, where it asks for any"""
 UTILITY = "kedge"
 """The method of vLLM's engine core by which its clients reach the plug-in"""
 COMPARABLE = "raw_logprobs"

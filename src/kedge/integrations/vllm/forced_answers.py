@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.config import VllmConfig
-from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as OfSecondRunner
+from vllm.v1.sample.logits_processor import process_dict_updates
 
 from kedge.integrations.vllm.entry_point import COMPARABLE, FORCED, is_plugged
+from kedge.integrations.vllm.first_logprobs import FirstLogprobs
 
 
-class ForcedAnswers(LogitsProcessor, OfSecondRunner):
+class ForcedAnswers(FirstLogprobs):
     """Forces answers to the token ids in `extra_args["kedge_forced"]`; a client's list that is none is ignored.
 
     Nothing is forced without Kedge's connector, beside drafts, and where log-probabilities would be those of the force.
@@ -23,6 +23,7 @@ class ForcedAnswers(LogitsProcessor, OfSecondRunner):
 
     def __init__(self, vllm_config: VllmConfig, *state: Any) -> None:
         """`state` begins with a device; on the second runner, it is what that one knows of its requests."""
+        super().__init__()
         model = vllm_config.model_config
         is_on = is_plugged(vllm_config) and model.logprobs_mode == COMPARABLE
         self._longest = model.max_model_len if is_on and vllm_config.speculative_config is None else 0
@@ -34,9 +35,11 @@ class ForcedAnswers(LogitsProcessor, OfSecondRunner):
         return False
 
     def update_state(self, batch_update: Any) -> None:
+        super().update_state(batch_update)
         process_dict_updates(self._forced, batch_update, self._read)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        super().add_request(req_idx, sampling_params)
         self._forced.pop(req_idx, None)
         if forced := self._read(sampling_params, None, []):
             self._forced[req_idx] = forced

@@ -32,7 +32,7 @@ from kedge.errors import EngineClosed
 from kedge.guard import GuardMode
 from kedge.integrations.vllm.engine.driver import ALIKE, Driver, StreamedResponse, sampling_params
 from kedge.integrations.vllm.engine.engine import keep_guard, warm_up, within_top
-from kedge.integrations.vllm.entry_point import COMPARABLE, is_plugged
+from kedge.integrations.vllm.entry_point import COMPARABLE, FIRST_LOGPROBS, is_plugged
 from kedge.integrations.vllm.plugin.hints import HintedRequest, ask, end_of, guard_hints, read_hints, tell
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.types import GenerateRequest, RequestId, RunKey, SamplingParams, TokenDelta, TurnHints, new_request_id
@@ -136,7 +136,9 @@ class ServerGuard:
         ordered = _ordered(params, served, ends=(ends := hinted.ends_run and not asked.turn.session))
         # the log-probabilities of a prompt are the client's alone; of an answer that is not compared its end is enough
         read = replace(served, prompt_logprobs=None)
-        seen = StreamedResponse(read, self._tokenizer, params, served.sampling.max_tokens)
+        seen = StreamedResponse(read, self._tokenizer, ordered, served.sampling.max_tokens)
+        if params.logprobs is None:
+            seen.only_compare()
         is_read = params.output_kind is RequestOutputKind.DELTA and served.logprobs is not None
         try:
             async with aclosing(self._generate(prompt, ordered, request_id, **others)) as outputs:
@@ -189,7 +191,7 @@ def _ordered(params: VllmSampling, served: GenerateRequest, *, ends: bool) -> Vl
     transfer = params.extra_args["kv_transfer_params"]
     kedge = {**transfer["kedge"], **guard_hints(served.guard)}
     kedge["final"] = not ends and kedge.get("final")
-    ordered.extra_args = {**params.extra_args, "kv_transfer_params": {**transfer, "kedge": kedge}}
+    ordered.extra_args = {**params.extra_args, FIRST_LOGPROBS: None, "kv_transfer_params": {**transfer, "kedge": kedge}}
     return ordered
 
 

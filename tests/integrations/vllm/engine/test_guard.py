@@ -16,6 +16,7 @@ from kedge.engine.common.guarding.check import dense_check
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders, GuardState
+from kedge.integrations.vllm.engine import driver
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.integrations.vllm.forced_answers import ForcedAnswers
 from kedge.reuse.guard.fidelity import LEAST, RUNGS
@@ -77,7 +78,8 @@ def engine(
         "anchors": {"min_anchors": 4, "max_error": 50.0, "weak_error": 50.0},
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patched, VLLMEngine(folder, EngineSettings.model_validate(config)) as built:
-        patched.setattr(check, "COMPARED_TOKENS", 4)
+        for one in (check, driver):
+            patched.setattr(one, "COMPARED_TOKENS", 4)
         yield built
 
 

@@ -9,7 +9,9 @@ import pytest
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import ForwardFailed
+from kedge.integrations.vllm.engine import driver
 from kedge.integrations.vllm.engine.driver import NO_RECEIPT, StreamedResponse, ranked_logprobs, receipt_of
+from kedge.integrations.vllm.entry_point import FIRST_LOGPROBS
 from kedge.integrations.vllm.plugin.requests import receipt_to_dict
 from kedge.reuse.plan import ALL_COMPUTED
 from kedge.types import (
@@ -94,9 +96,12 @@ def output(tokens: tuple[int, ...], reason: str | None = None, logprobs: Any = N
 
 
 def answered(
-    tokenizer: HFTokenizer, request: GenerateRequest, *outputs: Any, room: int = 100
+    tokenizer: HFTokenizer, request: GenerateRequest, *outputs: Any, room: int = 100, is_guarded: bool = False
 ) -> tuple[list[TokenDelta], Completion]:
-    response = StreamedResponse(request, tokenizer, None, room)
+    response = StreamedResponse(request, tokenizer, SimpleNamespace(extra_args={}), room)
+    if is_guarded:
+        response.only_compare()
+        assert response.params.extra_args == {FIRST_LOGPROBS: driver.COMPARED_TOKENS}
     for one in outputs:
         response.take(one)
     response.end(None)
@@ -134,6 +139,20 @@ def test_tokens_beyond_the_answer_are_dropped(tokenizer: HFTokenizer) -> None:
         tokenizer, request, output(tokens[:4], None, logprobs[:4]), output(tokens[4:], "length", logprobs[4:])
     )
     assert done.tokens == tokens[:4] and [len(delta.tokens) for delta in deltas] == [4, 0]
+
+
+def test_behind_the_first_tokens_vllm_repeats_log_probabilities(
+    tokenizer: HFTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "COMPARED_TOKENS", 2)
+    one, two, three, four = (chances((token, -1.0, 1)) for token in (5, 6, 7, 8))
+    steps = output((5,), None, [one]), output((6, 7), None, [two, two]), output((8,), "length", [two])
+    deltas, done = answered(tokenizer, ask(logprobs=0), *steps, is_guarded=True)
+    assert done.tokens == (5, 6, 7, 8) and [entry.token for entry in done.logprobs] == [5, 6]
+    assert [len(delta.logprobs) for delta in deltas] == [1, 1, 0, 0]
+    whole = output((5, 6, 7, 8), "length", [one, two, three, four])
+    _, done = answered(tokenizer, ask(logprobs=0), whole, is_guarded=True)
+    assert [entry.token for entry in done.logprobs] == [5, 6]
 
 
 def test_answers_that_vllm_gives_up_or_nobody_wanted(tokenizer: HFTokenizer) -> None:

@@ -25,8 +25,9 @@ from kedge.engine.common.stream import TextStream, TokenStream
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.validation import require_new_id
 from kedge.errors import EngineClosed, ForwardFailed, KedgeError, RequestError
-from kedge.integrations.vllm.entry_point import FORCED, died
+from kedge.integrations.vllm.entry_point import FIRST_LOGPROBS, FORCED, died
 from kedge.integrations.vllm.plugin.hints import AFRESH, Message, ask, request_hints, run_hints, salt_of, short
+from kedge.reuse.guard.comparison import COMPARED_TOKENS
 from kedge.reuse.reasons import with_reasons
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
@@ -81,7 +82,7 @@ def sampling_params(request: GenerateRequest, room: int, *, hinted: bool = True,
         **more,
     }
     try:
-        return SamplingParams(**given, output_kind=RequestOutputKind.DELTA)
+        return SamplingParams(**given, output_kind=RequestOutputKind.DELTA, skip_clone=True)  # nobody else has it
     except VLLMClientError as refusal:
         raise RequestError("sampling", sampling, str(refusal)) from None
 
@@ -145,12 +146,17 @@ class StreamedResponse:
         self._arrived = time.perf_counter()
         self._first_token: float | None = None
         self._text = TextStream(tokenizer, request.sampling.stop)
-        self._max_tokens = min(request.sampling.max_tokens, room)
+        self._max_tokens = self._ranked = min(request.sampling.max_tokens, room)
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self._cached: int | None = None
         self._stats: Any = None
+
+    def only_compare(self) -> None:
+        """Ask for log-probabilities of no more tokens than the guard compares, where only it wants any."""
+        self._ranked = COMPARED_TOKENS
+        self.params.extra_args = {**self.params.extra_args, FIRST_LOGPROBS: COMPARED_TOKENS}
 
     @property
     def has_begun(self) -> bool:
@@ -187,7 +193,8 @@ class StreamedResponse:
                 drawn = tokens = tokens[:at]
                 break
         if self.request.logprobs is not None:
-            found = ranked_logprobs(drawn, list(output.logprobs)[: len(drawn)], self.request.logprobs)
+            ranked = drawn[: max(0, self._ranked - len(self._logprobs))]  # behind them, vLLM repeats the last
+            found = ranked_logprobs(ranked, list(output.logprobs)[: len(ranked)], self.request.logprobs)
             logprobs = tuple(one for one in found if one is not None)
         self._tokens += tokens
         self._logprobs += logprobs

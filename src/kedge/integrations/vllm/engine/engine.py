@@ -164,13 +164,15 @@ class VLLMEngine(Engine):
         """
         self._validate(request)
         self._grammars.begin(request.sampling.grammar, request.tenant)  # vLLM says less of what is wrong
-        tap = None
+        tap, asked = None, request
         if self._is_guarded:
             request, tap = self._guard.begin(request)
             request = within_top(request, self._max_logprobs)
         try:
             response = self._driver.response(request, self.tokenizer, self._max_model_len - request.prompt_tokens)
             response.stream.tap = tap
+            if self._is_guarded and asked.logprobs is None:
+                response.only_compare()
             self._call(partial(self._driver.begin, response))
         except BaseException as error:
             if tap:
