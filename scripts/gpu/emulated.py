@@ -5,8 +5,8 @@
 Shows what the host costs: vLLM's scheduler and Kedge's are the real ones, asynchronous as on a GPU, in one process with
 the worker. The device is a clock. A pass takes `PASS`, and `TOKEN` for each token beyond a graph, and goes on while the
 host is at the next step. The model is not computed: its answers are random, and KV says nothing. So nothing follows
-about quality, kernels or attention over long contexts. Stock vLLM gives 95 and 210 teams a minute here, where the H200
-gave 107 and 210. Times are this machine's: leave it two free cores.
+about quality, kernels or attention over long contexts. Stock vLLM gives 98 and 213 teams a minute on an Intel Xeon,
+where the H200 gave 107 and 210. Times are this machine's: leave it two free cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 PASS, TOKEN, GRAPH, LAUNCH = 5.5e-3, 24.5e-6, 16, 50e-6
 """Seconds of a pass, of each token beyond those of a small graph, and of the host for a kernel of Kedge's"""
-LAYERS, WIDTH, VOCABULARY = 1, 64, 2048
+MODEL = "tiny"
 
 
 class Device:
@@ -182,16 +182,14 @@ sys.meta_path.insert(0, Emulation())
 
 def measure(clients: int, seconds: float) -> dict[str, Any]:
     """Return the figures of either engine under the load of `under_load.py`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from kedge.bench.load import TeamSizes, drive, random_team, warm, word_tokenizer
-    from kedge.bench.vllm import BLOCK, KEDGE, MODES, ROWS, KvRoom
+    from kedge.bench.shapes import SHAPES
+    from kedge.bench.vllm import BLOCK, KEDGE, MODES, ROWS, KvRoom, save_random_llama
     from kedge.integrations.vllm.engine.engine import VLLMEngine
     from kedge.settings import EngineSettings
 
-    room, team, found = KvRoom(131_072, 4096), random_team(VOCABULARY, TeamSizes(1000, 128), 0), dict[str, Any]()
-    shape = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": room.longest}
+    vocabulary, room, found = SHAPES[MODEL]["vocab_size"], KvRoom(131_072, 4096), dict[str, Any]()
+    team = random_team(vocabulary, TeamSizes(1000, 128), 0)
     arguments = {
         "max_model_len": room.longest, "num_gpu_blocks_override": room.blocks, "block_size": BLOCK,
         "max_num_seqs": ROWS, "max_num_batched_tokens": 8192, "async_scheduling": True,
@@ -200,9 +198,8 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
     anchors = {**team.anchors, "max_bytes": 1 << 30, "max_base_bytes": 1 << 30}
     settings = EngineSettings(backend="vllm", anchors=anchors, guard=dict(team.guard), vllm=arguments)
     with tempfile.TemporaryDirectory() as folder:
-        config = LlamaConfig(**shape, **heads, bos_token_id=0, eos_token_id=None, pad_token_id=None)
-        LlamaForCausalLM(config).save_pretrained(folder)
-        word_tokenizer(VOCABULARY).inner.save_pretrained(folder)
+        save_random_llama(MODEL, Path(folder))
+        word_tokenizer(vocabulary).inner.save_pretrained(folder)
         for kind, mode in MODES.items():
             with VLLMEngine(Path(folder), settings, plugged=kind == KEDGE) as engine:
                 warm(engine, team)

@@ -5,6 +5,7 @@ While one request wants any, vLLM computes them for all rows of a batch. Each of
 place whether a step needs any, and these two are wrapped here.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -23,14 +24,16 @@ class FirstLogprobs(LogitsProcessor, OfSecondRunner):
 
     def __init__(self) -> None:
         self.wanted: dict[int, tuple[int | None, list[int]]] = {}
-        """Of the requests with log-probabilities, by row: how many tokens have any (None: all), and what is drawn; on
-        the second runner by place of the request, without the latter"""
+        """Of requests with log-probabilities, by row: how many tokens have any (None: all), and what is drawn; on the
+        second runner by place of the request, also of those that have ended, without the latter"""
 
     def update_state(self, batch_update: Any) -> None:
         process_dict_updates(self.wanted, batch_update, _wanted)
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        self.wanted[req_idx] = _wanted(sampling_params, None, []) or (None, [])
+        self.wanted.pop(req_idx, None)
+        if wanted := _wanted(sampling_params, None, []):
+            self.wanted[req_idx] = wanted
         return False
 
 
@@ -44,25 +47,21 @@ _sample, _count = Sampler.forward, SecondSampler.get_logprobs_dims
 
 def _sample_first(self: Any, logits: Tensor, sampling_metadata: Any, *args: Any, **more: Any) -> Any:
     """Sample without log-probabilities where no row of the batch wants any more."""
-    most, loaded = sampling_metadata.max_num_logprobs, sampling_metadata.logitsprocs.all
-    known = next((one for one in loaded if isinstance(one, FirstLogprobs)), None)
-    if known and most != -1 and all(first and len(drawn) >= first for first, drawn in known.wanted.values()):
-        sampling_metadata.max_num_logprobs = None  # -1 is for vLLM's own use, beside drafts
-    try:
-        return _sample(self, logits, sampling_metadata, *args, **more)
-    finally:
-        sampling_metadata.max_num_logprobs = most  # the same metadata serve many steps
+    if sampling_metadata.max_num_logprobs not in (None, -1):  # -1 is for vLLM's own use, beside drafts
+        known = next((one for one in sampling_metadata.logitsprocs.all if isinstance(one, FirstLogprobs)), None)
+        if known and all(first and len(drawn) >= first for first, drawn in known.wanted.values()):
+            sampling_metadata = replace(sampling_metadata, max_num_logprobs=None)  # its own serves many steps
+    return _sample(self, logits, sampling_metadata, *args, **more)
 
 
-def _count_first(self: Any, idx_mapping_np: Any, *args: Any, **more: Any) -> Any:
+def _count_first(self: Any, *args: Any, **more: Any) -> Any:
     """Count what requests want, on the second runner, once those with enough want none."""
     computed, prompts = self.req_states.num_computed_tokens_np, self.req_states.prompt_len.np
     for known in (one for one in self.logits_processors if isinstance(one, FirstLogprobs)):
-        for slot in idx_mapping_np:
-            first, _ = known.wanted.get(slot, (None, []))  # vLLM warms up with requests that nobody has added
+        for slot, (first, _) in known.wanted.items():
             if first and computed[slot] >= prompts[slot] + first - 1:
                 self.sampling_states.num_logprobs[slot] = NO_LOGPROBS
-    return _count(self, idx_mapping_np, *args, **more)
+    return _count(self, *args, **more)
 
 
 Sampler.forward, SecondSampler.get_logprobs_dims = _sample_first, _count_first

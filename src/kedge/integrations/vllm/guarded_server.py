@@ -137,7 +137,7 @@ class ServerGuard:
         # the log-probabilities of a prompt are the client's alone; of an answer that is not compared its end is enough
         read = replace(served, prompt_logprobs=None)
         seen = StreamedResponse(read, self._tokenizer, ordered, served.sampling.max_tokens)
-        if params.logprobs is None:
+        if asked.logprobs is None and served.logprobs is not None:
             seen.only_compare()
         is_read = params.output_kind is RequestOutputKind.DELTA and served.logprobs is not None
         try:

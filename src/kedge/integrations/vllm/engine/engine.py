@@ -171,7 +171,7 @@ class VLLMEngine(Engine):
         try:
             response = self._driver.response(request, self.tokenizer, self._max_model_len - request.prompt_tokens)
             response.stream.tap = tap
-            if self._is_guarded and asked.logprobs is None:
+            if asked.logprobs is None and request.logprobs is not None:
                 response.only_compare()
             self._call(partial(self._driver.begin, response))
         except BaseException as error:
