@@ -4,6 +4,7 @@ Agents take turns that do not fit the device, so that their prompts come back fr
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,7 +47,8 @@ def gemma4() -> Any:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     shape = {**SHAPE, **LAYERS, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    return Gemma4ForCausalLM(Gemma4TextConfig(**shape, sliding_window=64))
+    small = {"vocab_size_per_layer_input": SHAPE["vocab_size"], "hidden_size_per_layer_input": 16}
+    return Gemma4ForCausalLM(Gemma4TextConfig(**shape, **small, sliding_window=64))
 
 
 def qwen3_next() -> Any:
@@ -87,8 +89,8 @@ def conversation(built: Driver, block: int) -> list[list[int]]:
     histories, answers = fixed_prompts(block)[:4], []
     for turn in range(3):
         for number, history in enumerate(histories):
-            answers.append(built.answer(history, count=40))
-            histories[number] = [*history, *answers[-1], *prompt(12, turn)]
+            answers.append(built.answer(history, count=12))
+            histories[number] = [*history, *answers[-1], *prompt(40, turn)]
     return answers
 
 
@@ -103,16 +105,27 @@ class Grouped(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Grouped:
-    torch.manual_seed(0)
-    build, folder = request.param, tmp_path_factory.mktemp(request.param.__name__)
-    build().eval().save_pretrained(folder)
-    size = {"max_model_len": 384, "enable_prefix_caching": True, **SIZES.get(build, {})}
-    block, room = BLOCK_SIZES.get(build, 32), next(iter(ROOM[build].values()))
-    with driver(folder, plugged=False, num_gpu_blocks_override=room, **size) as plain:
-        assert len(plain.scheduler.kv_cache_config.kv_cache_groups) > 1
-        answers = plain.cycle(count=8, prompts=fixed_prompts(block), ends=ENDS), conversation(plain, block)
-    return Grouped(build, folder, block, size, answers)
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Build], Grouped]:
+    """Stock's answers are found once for all that is drafted."""
+
+    @cache
+    def made(build: Build) -> Grouped:
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp(build.__name__)
+        build().eval().save_pretrained(folder)
+        size = {"max_model_len": 384, "enable_prefix_caching": True, **SIZES.get(build, {})}
+        block, room = BLOCK_SIZES.get(build, 32), next(iter(ROOM[build].values()))
+        with driver(folder, plugged=False, num_gpu_blocks_override=room, **size) as plain:
+            assert len(plain.scheduler.kv_cache_config.kv_cache_groups) > 1
+            answers = plain.cycle(count=8, prompts=fixed_prompts(block), ends=ENDS), conversation(plain, block)
+        return Grouped(build, folder, block, size, answers)
+
+    return made
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest, grouped: Callable[[Build], Grouped]) -> Grouped:
+    return grouped(request.param)
 
 
 def check_host(built: Driver, fixed: list[int], block: int) -> None:
