@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from kedge.workloads.miniature import questions
 
-QUESTIONS = [one.text for one in islice(questions(0), 8)]
+QUESTIONS = [one.text for one in islice(questions(0), 5)]
 UNKNOWN = 2
 """Calls before an agent is known"""
 KINDS: list[type[RunItem]] = [HandoffCallItem, HandoffOutputItem, MessageOutputItem]
