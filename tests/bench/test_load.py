@@ -133,11 +133,7 @@ def test_calls_count_by_the_share_of_their_time_that_lies_within_the_window() ->
 def test_the_calls_of_a_run_that_failed_do_not_count_but_its_error_does() -> None:
     record = LoadRecord(began=0.0, seconds=60.0, calls_per_run=1)
     record.calls += [call("a", 0, 10, translated=5), call("b", 10, 20)]
-    record.runs += [
-        TeamRun("a", 10, 10),
-        TeamRun("b", 20, 10, "ToolError"),
-        TeamRun("c", 61, 10, "EngineClosed"),
-    ]
+    record.runs += [TeamRun("a", 10, 10), TeamRun("b", 20, 10, "ToolError"), TeamRun("c", 61, 10, "EngineClosed")]
     figures = record.as_json()
     assert (figures["teams_per_min"], figures["runs"], figures["latency_p50_s"]) == (1.0, 1, 10)
     assert (figures["errors"], figures["errors_by_kind"]) == (1, {"ToolError": 1})

@@ -49,10 +49,7 @@ def test_a_label_stands_at_the_block_that_ends_the_fixed_prompt() -> None:
     lease = world.admit("AAAAAxx")
     world.cache.commit_prefix(lease.request_id, b"AAAAAx")
     assert world.cache.on_label(NS, "a", b"AAAAA") == 4
-    assert [(node.size, node.step, node.varying) for node in world.tree.nodes()] == [
-        (2, 1.0, False),
-        (1, None, True),
-    ]
+    assert [(node.size, node.step, node.varying) for node in world.tree.nodes()] == [(2, 1.0, False), (1, None, True)]
     world.check()
 
 

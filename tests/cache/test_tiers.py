@@ -52,10 +52,7 @@ def test_a_part_of_a_backed_up_node_leaves_the_device() -> None:
     assert [len(copy.sources) for copy in world.copier.submitted] == [3]
     world.settle()
     assert world.on_device("AAAA") == ["AAAA"]
-    assert world.admit("AAAA", request="waiting").spans == (
-        Span(0, 1, Source.DEVICE),
-        Span(1, 4, Source.HOST),
-    )
+    assert world.admit("AAAA", request="waiting").spans == (Span(0, 1, Source.DEVICE), Span(1, 4, Source.HOST))
 
 
 @pytest.mark.parametrize(("hits", "after_one", "after_two"), [(0, 4, 4), (1, 0, 4), (2, 0, 0), (None, 0, 0)])

@@ -72,12 +72,7 @@ def test_known_texts_that_some_examples_lack_or_have_in_another_order_are_no_slo
     a, b = (5,) * 8, (6,) * 8
     ab = (Occurrence(20, 28, "a"), Occurrence(32, 40, "b"))
     ba = (Occurrence(20, 28, "b"), Occurrence(32, 40, "a"))
-    template = learn(
-        [
-            example(HEAD, a, END, b, known=ab),
-            example(HEAD, b, END, a, known=ba),
-        ]
-    )
+    template = learn([example(HEAD, a, END, b, known=ab), example(HEAD, b, END, a, known=ba)])
     assert template is not None and {slot.label for slot in template.slots} == {""}
     template = learn([example(HEAD, a, END, b, known=ab), example(HEAD, a, END, (9,) * 8, known=ab[:1])])
     assert template is not None and [slot.label for slot in template.slots] == ["a", ""]

@@ -28,12 +28,7 @@ def act(kind: str, **payload: Any) -> tuple[Wishes, ActionOutcome]:
     ("kind", "payload", "kept", "outcome"),
     [
         ("retain", {"duration": 60}, 60, ActionResult.APPLIED),
-        (
-            "kv.retain@1.0",
-            {"directives": [{"end": 9, "priority": 70, "duration": 30}]},
-            30,
-            ActionResult.CLIPPED,
-        ),
+        ("kv.retain@1.0", {"directives": [{"end": 9, "priority": 70, "duration": 30}]}, 30, ActionResult.CLIPPED),
         ("kv.retain", {"directives": [{"duration": 5}, {"duration": 50}, 3]}, 50, ActionResult.CLIPPED),
         ("vllm.set_priority@1.0", {"value": 3, "ttl_seconds": 20, "claim_id": "c"}, 20, ActionResult.CLIPPED),
         ("set_priority", {"value": 0, "ttl_seconds": 20}, 0, ActionResult.DEFERRED),

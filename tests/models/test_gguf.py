@@ -207,10 +207,7 @@ FAMILIES = {
         "phi3",
         _phi3(rope_parameters=LONGROPE, **ORIGINAL),
         {"rope.scaling.original_context_length": 64},
-        tensors={
-            "rope_factors_short.weight": torch.tensor(SHORT),
-            "rope_factors_long.weight": torch.tensor(LONG),
-        },
+        tensors={"rope_factors_short.weight": torch.tensor(SHORT), "rope_factors_long.weight": torch.tensor(LONG)},
     ),
 }
 

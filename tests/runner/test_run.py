@@ -133,10 +133,7 @@ def test_independent_agents_are_submitted_together() -> None:
 
 def test_history_and_loops_over_turns(engine: Engine) -> None:
     workflow = flow(
-        agent("a", "agent_b_current", "agent_a_history_2"),
-        agent("b", "agent_a_current"),
-        turns=3,
-        loops=(("b", "a"),),
+        agent("a", "agent_b_current", "agent_a_history_2"), agent("b", "agent_a_current"), turns=3, loops=(("b", "a"),)
     )
     result = run(engine, workflow, ASK)
     assert [(said.agent, said.turn) for said in result.results] == [(x, t) for t in range(3) for x in "ab"]

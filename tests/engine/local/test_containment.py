@@ -120,8 +120,7 @@ def test_a_draw_that_raises_ends_its_request(engine: LocalEngine, drawn: int, er
 
 
 @pytest.mark.parametrize(
-    "call",
-    [LocalEngine.inspect, LocalEngine.wait_idle, LocalEngine.close, lambda engine: engine.cancel("x")],
+    "call", [LocalEngine.inspect, LocalEngine.wait_idle, LocalEngine.close, lambda engine: engine.cancel("x")]
 )
 def test_a_draw_that_waits_for_its_own_thread_gets_an_error(
     engine: LocalEngine, call: Callable[[LocalEngine], object]

@@ -97,16 +97,8 @@ def lane_engine(model: Path, *, asynchronous: bool, is_taught: bool = True, **mo
     asked in every step, as workers in processes of their own are.
     """
     is_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-    settings = {
-        "extra": SETTINGS,
-        "scheduler_cls": SCHEDULER,
-        "max_logprobs": VOCABULARY,
-        "max_num_seqs": 24,
-    }
-    with (
-        asynchronously(asynchronous),
-        driver(model, async_scheduling=asynchronous, **{**settings, **more}) as built,
-    ):
+    settings = {"extra": SETTINGS, "scheduler_cls": SCHEDULER, "max_logprobs": VOCABULARY, "max_num_seqs": 24}
+    with asynchronously(asynchronous), driver(model, async_scheduling=asynchronous, **{**settings, **more}) as built:
         assert built.scheduler.use_v2_model_runner == is_v2
         assert type(built.scheduler).__name__ == ("AsyncStepScheduler" if asynchronous else "StepScheduler")
         if not asynchronous:

@@ -175,11 +175,7 @@ def test_aborts_and_resets_leak_nothing(hosted: Driver) -> None:
 @pytest.mark.parametrize("empties_host", [False, True])
 @pytest.mark.parametrize("direction", ["load", "offload"])
 def test_a_reset_abandons_the_copies_under_way(
-    hosted: Driver,
-    stock: Answers,
-    direction: str,
-    empties_host: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    hosted: Driver, stock: Answers, direction: str, empties_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice, while the workers have copied and not reported it yet; a copy that ends later brings nothing back."""
     chat, tier = Chat(hosted, 3), hosted.side.loads.tier

@@ -108,11 +108,7 @@ def has_worked(other: Any, folder: Path) -> bool:
 @pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("other", [example, offloading])
 def test_beside_another_connector_kv_is_cached_and_not_translated(
-    tiny_llama: Path,
-    stock: list[list[int]],
-    other: Callable[[Path], dict[str, Any]],
-    is_first: bool,
-    tmp_path: Path,
+    tiny_llama: Path, stock: list[list[int]], other: Callable[[Path], dict[str, Any]], is_first: bool, tmp_path: Path
 ) -> None:
     from vllm.config import KVTransferConfig
 
@@ -140,10 +136,7 @@ def into_one_place(write: Write, impl: Any, layer: Any, keys: Any, values: Any, 
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
-        (raising, "failed: RuntimeError('no such kernel')"),
-        (into_one_place, "does not keep keys and values as given"),
-    ],
+    [(raising, "failed: RuntimeError('no such kernel')"), (into_one_place, "does not keep keys and values as given")],
 )
 def test_what_needs_the_layout_is_off(
     tiny_llama: Path, stock: list[list[int]], fault: Callable[..., None], reason: str

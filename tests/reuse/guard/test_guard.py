@@ -97,8 +97,7 @@ def test_modes_of_a_request_override_the_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    "plain",
-    [replace(request("a"), reuse=ReuseMode.EXACT), replace(request("a"), reuse=ReuseMode.OFF), request()],
+    "plain", [replace(request("a"), reuse=ReuseMode.EXACT), replace(request("a"), reuse=ReuseMode.OFF), request()]
 )
 def test_what_is_not_translated_anyway_is_not_watched(plain: GenerateRequest) -> None:
     guard = QualityGuard(ALL)

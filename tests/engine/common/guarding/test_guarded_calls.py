@@ -200,8 +200,7 @@ def test_a_call_is_one_trial_whichever_of_its_sentinel_tokens_are_off(fake: Fake
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [request(max_tokens=0), replace(request(), prompt_logprobs=1), request(reuse=ReuseMode.EXACT)],
+    "asked", [request(max_tokens=0), replace(request(), prompt_logprobs=1), request(reuse=ReuseMode.EXACT)]
 )
 def test_what_cannot_be_compared_is_not_checked(fake: Fake, asked: object) -> None:
     """A call without an answer would else count as a clean trial."""

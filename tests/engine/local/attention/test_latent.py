@@ -207,9 +207,7 @@ def with_changed_values(layer: Any, change: Callable[[Tensor], Tensor] = Tensor.
 
 
 @pytest.mark.parametrize("change", [with_bias, of_another_kind, with_changed_values])
-def test_a_model_of_which_one_layer_is_not_as_expected_keeps_the_kv_of_all_heads(
-    change: Callable[[Any], None],
-) -> None:
+def test_a_model_of_which_one_layer_is_not_as_expected_keeps_the_kv_of_all_heads(change: Callable[[Any], None]) -> None:
     one = model_of("DeepSeek-V3 and Kimi K2, MLA")
     change(one.model.layers[1].self_attn)
     wanted = greedy(one, prompt(1, 70), 24)

@@ -42,13 +42,7 @@ POSITIONS = {
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
-def expected(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    how: Scoring,
-) -> Tensor:
+def expected(query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, how: Scoring) -> Tensor:
     """[queries, heads, dim] by float64, from query [heads, queries, dim] and contiguous KV [context, kv_heads, dim]."""
     keys, values = (x.repeat_interleave(len(query) // x.shape[1], dim=1).double() for x in (keys, values))
     places = torch.arange(len(keys), device=keys.device)
