@@ -11,9 +11,9 @@ from agents.items import HandoffCallItem, HandoffOutputItem, MessageOutputItem, 
 from agents.result import RunResultBase
 from openai import AsyncOpenAI
 
-from kedge.workloads.miniature import questions
+from kedge.workloads import miniature
 
-QUESTIONS = [one.text for one in islice(questions(0), 5)]
+QUESTIONS = [one.text for one in islice(miniature.questions(0), 5)]
 UNKNOWN = 2
 """Calls before an agent is known"""
 KINDS: list[type[RunItem]] = [HandoffCallItem, HandoffOutputItem, MessageOutputItem]
@@ -32,22 +32,24 @@ def team() -> Agent[Any]:
     return Agent[Any]("triage", instructions=desk, handoffs=[clerk], model_settings=must_call)
 
 
-def answers(url: str, *, by_chat: bool = False, is_streamed: bool = False) -> list[str]:
-    """Let the team answer all questions at a server, one after the other, each with a handoff.
+def answers(
+    url: str, questions: Sequence[str] = QUESTIONS, *, by_chat: bool = False, is_streamed: bool = False
+) -> list[str]:
+    """Let the team answer questions at a server, one after the other, each with a handoff.
 
     By the Responses API, the SDK's default, or by chat completions.
     """
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OPENAI_BASE_URL", f"{url}/v1")
         environment.setenv("OPENAI_API_KEY", "none")
-        return asyncio.run(_answers(by_chat=by_chat, is_streamed=is_streamed))
+        return asyncio.run(_answers(questions, by_chat=by_chat, is_streamed=is_streamed))
 
 
-async def _answers(*, by_chat: bool, is_streamed: bool) -> list[str]:
+async def _answers(questions: Sequence[str], *, by_chat: bool, is_streamed: bool) -> list[str]:
     async with AsyncOpenAI() as client:  # as the SDK makes it by itself, but closed in its own event loop
         models = OpenAIProvider(openai_client=client, use_responses=not by_chat)
         config = RunConfig(model_provider=models, tracing_disabled=True)
-        return [await _answer(question, config, is_streamed=is_streamed) for question in QUESTIONS]
+        return [await _answer(question, config, is_streamed=is_streamed) for question in questions]
 
 
 async def _answer(question: str, config: RunConfig, *, is_streamed: bool) -> str:
