@@ -121,7 +121,7 @@ def test_a_value_is_matched_with_few_waits_and_judged_without_the_device() -> No
     ops, waits = Machine.ops, Machine.waits
     for site in (SLOT, OTHER):
         estimate = store.estimate(site, value(30))
-        assert estimate.shareable and estimate.weak_positions() == []
+        assert estimate.shareable and estimate.weak == []
     assert (Machine.ops, Machine.waits) == (ops, waits)
 
 

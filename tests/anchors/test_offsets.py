@@ -42,7 +42,7 @@ def test_behaves_like_a_dict_of_rows(steps: list[tuple[str, int, int]]) -> None:
             stored.drop(anchor)
         else:
             stored.pack()
-            assert stored.nbytes == stored.live * WIDTH * 4
+            assert stored.arena.nbytes == stored.live * WIDTH * 4
         stored.check_integrity()
         assert stored.anchors == set(twin)
         assert stored.live == sum(map(len, twin.values()))
@@ -115,6 +115,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(bad: float) -> None:
     stored = table(dtype=torch.float16)
     with pytest.raises(TranslationRefused, match="does not fit"):
         stored.put(0, torch.full((2, WIDTH), bad))
-    assert stored.nbytes == 0
+    assert stored.arena.nbytes == 0
     with pytest.raises(PlanError):
         stored.put(0, torch.zeros(2, WIDTH + 1))

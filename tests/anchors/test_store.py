@@ -91,10 +91,10 @@ def test_without_its_own_anchor_too_few_may_be_left() -> None:
 
 def test_a_weak_error_of_its_own_replaces_that_of_the_settings() -> None:
     store = filled(range(5), **{**TOKEN, "weak_error": 1e9})
-    assert store.estimate(SLOT, sample(30)).weak_positions() == []
+    assert store.estimate(SLOT, sample(30)).weak == []
     strict = store.estimate(SLOT, sample(30), 1e-6)
-    assert not strict.shareable or len(strict.weak_positions()) > 0
-    assert store.estimate(SLOT, sample(30)).weak_positions() == [], "only for that call"
+    assert not strict.shareable or len(strict.weak) > 0
+    assert store.estimate(SLOT, sample(30)).weak == [], "only for that call"
 
 
 @each_estimator
@@ -147,7 +147,7 @@ def test_weak_tokens_are_those_that_resemble_nothing() -> None:
     value = near(known, 50, 0.05)
     value.base.keys[:, 11:13] = 3 * random_kv(2, 77).keys
     estimate = store.estimate(SLOT, value)
-    assert estimate.weak_positions() == [11, 12]
+    assert estimate.weak == [11, 12]
 
 
 def test_weak_tokens_of_the_template_are_those_that_listen_to_the_value() -> None:
@@ -161,7 +161,7 @@ def test_weak_tokens_of_the_template_are_those_that_listen_to_the_value() -> Non
         store.observe(SLOT, value, in_context(value.base, 1), PREFIX_BASE, real)
     estimate = store.estimate(SLOT, sample(99))
     assert estimate.shareable
-    assert estimate.weak_prefix_positions() == [2]
+    assert estimate.weak_prefix == [2]
 
 
 def test_hits_count_only_anchors_that_are_used() -> None:

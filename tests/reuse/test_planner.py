@@ -40,7 +40,7 @@ class Known:
         self.asked = list[tuple[float | None, bool]]()
         self._estimate = SimpleNamespace(
             shareable=True, learnable=True, value=kv_of(8), prefix=kv_of(8), value_table=None, prefix_table=None,
-            weak_positions=lambda: weak, weak_prefix_positions=lambda: weak_prefix,
+            weak=weak, weak_prefix=weak_prefix,
         )  # fmt: skip
 
     def prefixes(self, *_: object) -> dict[int, object]:
@@ -71,7 +71,7 @@ class Unknown(Known):
     def without_offsets(self, *_: object) -> Any:
         return SimpleNamespace(
             shareable=True, value=kv_of(8), value_table=None, prefix=None,
-            weak_positions=list, weak_prefix_positions=list,
+            weak=[], weak_prefix=[],
         )  # fmt: skip
 
 
@@ -116,8 +116,8 @@ def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(m
 
     def without_offsets(_: object, after: Any = None) -> Any:
         asked.append(after)
-        weak = known._estimate.weak_prefix_positions if after else list
-        return SimpleNamespace(**{**vars(known._estimate), "weak_positions": list, "weak_prefix_positions": weak})
+        weak = known._estimate.weak_prefix if after else []
+        return SimpleNamespace(**{**vars(known._estimate), "weak": [], "weak_prefix": weak})
 
     known.without_offsets = without_offsets  # type: ignore[attr-defined]
     for size, is_looked_up in ((SHORT_TEMPLATE, False), (SHORT_TEMPLATE + 1, True)):

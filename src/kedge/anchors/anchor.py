@@ -81,11 +81,6 @@ class Anchor:
         """Tokens of the value."""
         return len(self.tokens)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its key vectors."""
-        return self.keys.nbytes
-
     def is_value(self, query: Query) -> bool:
         """Return whether a value has the same token ids and, token by token, the same base keys up to rounding."""
         if self.tokens != query.tokens:
@@ -159,12 +154,7 @@ class KeyBlock:
         each = torch.arange(len(anchors), device=device)
         self.owner = each.repeat_interleave(self.lengths, output_size=len(keys))
         """int64 [columns]: index of the anchor of each column"""
-        self._fill(keys)
-
-    def _fill(self, keys: Tensor) -> None:
-        """Store keys with their squared norms as one more dimension, padded to whole groups, so that one GEMM gives
-        distances.
-        """
+        # Keys with their squared norms as one more dimension, padded to whole groups, so that one GEMM gives distances.
         columns, dim = keys.shape
         self._groups = 512 if columns > 4096 else 64
         padded = -(-columns // self._groups) * self._groups

@@ -25,7 +25,7 @@ class Verdict:
 
     reason: str
     weak: Tensor
-    weak_prefix: Tensor | None = None
+    weak_prefix: Tensor
     learnable: bool = True
     """Whether dense prefill of the prompt pays off, if the value is not shareable."""
 
@@ -62,14 +62,10 @@ class Entropy:
         anchors = match.block.long_enough(len(match.query.tokens))
         distances = match.block.aligned(match.query, anchors).sum(1).sqrt()
         chosen = None if match.same is None else int((anchors == match.same).nonzero())
-        share = entropy(anchor_weights(distances, self.temperature, chosen)) / math.log(len(anchors))
+        weights = anchor_weights(distances, self.temperature, chosen)
+        share = float(torch.special.entr(weights).sum()) / math.log(len(anchors))
         reason = f"entropy is {share:.2f} of its maximum, above {self.gamma:g}" if share > self.gamma else ""
-        return Verdict(reason, torch.zeros(len(match.query.tokens), dtype=torch.bool))
-
-
-def entropy(weights: Tensor) -> float:
-    """Return -Σ w log w of weights that sum to 1."""
-    return float(torch.special.entr(weights).sum())
+        return Verdict(reason, torch.zeros(len(match.query.tokens), dtype=torch.bool), torch.zeros(0, dtype=torch.bool))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,11 +96,6 @@ class OffsetTable:
         """Rows in use."""
         return sum(map(len, self._ranges.values()))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arena, dropped rows included."""
-        return self.arena.nbytes
-
     def rows_of_anchors(self, anchors: Sequence[AnchorId]) -> Tensor:
         """Return int64, on the CPU: the rows of these anchors, one after the other, not to be written to. Raises
         `KeyError` for an anchor without rows.

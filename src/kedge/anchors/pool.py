@@ -97,7 +97,7 @@ class AnchorPool:
     @property
     def nbytes(self) -> int:
         """Return the bytes of offsets, of key vectors, and of the blocks made of these."""
-        keys = sum(a.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
+        keys = sum(a.keys.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
         return keys + sum(offsets.nbytes for offsets in self.sites.values())
 
     def check_integrity(self) -> None:

@@ -1,5 +1,6 @@
 """Sites: what one agent has observed at one placeholder of its template, and how well that predicts."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Self
@@ -71,8 +72,8 @@ class SiteOffsets:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tables."""
-        return sum(table.nbytes for table in self.tables)
+        """Bytes of its tables' arenas, dropped rows included."""
+        return sum(table.arena.nbytes for table in self.tables)
 
     def check_integrity(self) -> None:
         """Raise `PlanError` where a table is unsound, the two hold different anchors, or the calibration is of another
@@ -147,26 +148,14 @@ class OffsetEstimate:
     """Over rows of `value_table`, one per token of the value"""
     prefix: Blend | None = None
     """Over rows of `prefix_table`, one per token of the prefix segment after the value"""
-    weak: Tensor | None = None
-    """bool [tokens], on the CPU: tokens of the value that should be computed nevertheless"""
-    weak_prefix: Tensor | None = None
+    weak: Sequence[int] = ()
+    """Positions in the value of tokens that should be computed nevertheless, ascending"""
+    weak_prefix: Sequence[int] = ()
     """The same of the prefix segment after the value"""
     value_table: OffsetTable | None = None
     prefix_table: OffsetTable | None = None
     pool: PoolKey | None = None
     used: tuple[AnchorId, ...] = ()
-
-    def weak_positions(self) -> list[int]:
-        """Return the positions in the value of tokens that should be computed nevertheless, ascending."""
-        return _places(self.weak)
-
-    def weak_prefix_positions(self) -> list[int]:
-        """Return the positions of such tokens in the prefix segment after the value, ascending."""
-        return _places(self.weak_prefix)
-
-
-def _places(marked: Tensor | None) -> list[int]:
-    return [] if marked is None else marked.nonzero().flatten().tolist()
 
 
 def shared(sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verdict) -> OffsetEstimate:
@@ -182,8 +171,8 @@ def shared(sample: SampleView, offsets: SiteOffsets, match: Match, verdict: Verd
         learnable=match.same is None,
         value=offsets.value_blend(match),
         prefix=offsets.prefix_blend(match),
-        weak=verdict.weak,
-        weak_prefix=verdict.weak_prefix,
+        weak=verdict.weak.nonzero().flatten().tolist(),
+        weak_prefix=verdict.weak_prefix.nonzero().flatten().tolist(),
         value_table=offsets.value,
         prefix_table=offsets.prefix,
         pool=sample.pool,
@@ -198,4 +187,4 @@ def rotated(sample: SampleView, after: OffsetEstimate | None = None) -> OffsetEs
     table, value = empty_table(sample.base, unused_table), no_offsets(sample.base.tokens)
     if after is None:
         return OffsetEstimate(True, "", learnable=False, value=value, value_table=table)
-    return replace(after, value=value, value_table=table, weak=None)
+    return replace(after, value=value, value_table=table, weak=())

@@ -136,10 +136,6 @@ class AnchorStore:
         proposal, same = self._proposals.use((sample.pool, sample.key, ids), propose)
         return Match(query, block, same, proposal, sample.weight)
 
-    def _forget_matches(self) -> None:
-        self._queries.clear()
-        self._proposals.clear()
-
     def _judge(
         self,
         pool: AnchorPool,
@@ -268,9 +264,8 @@ class AnchorStore:
 
     def adopt(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
         """Replace all pools by these, in the order of their last use, within the store's bounds."""
-        self._forget_matches()
+        self.clear()
         self._ids = count(max((i + 1 for pool in pools.values() for i in pool.anchors), default=0))
-        self.pools.clear()
         for key, pool in pools.items():
             if pool.anchors:
                 self.pools[key] = pool
@@ -280,7 +275,8 @@ class AnchorStore:
     def clear(self) -> None:
         """Forget all anchors."""
         self.pools.clear()
-        self._forget_matches()
+        self._queries.clear()
+        self._proposals.clear()
 
     def stats(self) -> AnchorStats:
         """Return a snapshot of the figures."""

@@ -195,13 +195,12 @@ class Planner:
             return teaches
         if draft.dense:
             return False
-        weak = estimate.weak_positions()
-        if not self._costs.translation_pays(len(here), len(here) - len(weak)):
+        if not self._costs.translation_pays(len(here), len(here) - len(estimate.weak)):
             draft.misses.append(Miss(here.segment.name, CHEAPER))
             return False
         draft.estimates.append(estimate)
-        self._translate(draft, here, sample.base, estimate.value, estimate.value_table, weak)
-        self._post_sentinels(request, draft, here, weak)
+        self._translate(draft, here, sample.base, estimate.value, estimate.value_table, estimate.weak)
+        self._post_sentinels(request, draft, here, estimate.weak)
         if (after := here.text) is None:
             return False
         if not self.needs_anchors(request, here):
@@ -211,15 +210,14 @@ class Planner:
             behind = self._looked_up(request, PlaceholderSite(draft.key, after.index), text)
             if behind.shareable:
                 draft.estimates.append(behind)
-                weak = behind.weak_positions()
-                self._translate(draft, after, text.base, behind.value, behind.value_table, weak)
+                self._translate(draft, after, text.base, behind.value, behind.value_table, behind.weak)
                 return False
         if estimate.prefix is None or after.index not in prefixes:
             draft.misses.append(Miss(after.segment.name, UNLEARNED))
             if teaches:
                 draft.moved.append(here.index)
             return teaches
-        weak = estimate.weak_prefix_positions()
+        weak = estimate.weak_prefix
         if self._costs.translation_pays(len(after), len(after) - len(weak)):
             self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
         return False
