@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kedge.cache.node import DEVICE
 from kedge.cache.radix_tree import RadixTree
 from kedge.errors import PlanError
 from tests.cache.helpers import NS, World
@@ -25,8 +26,8 @@ def test_every_node_has_the_least_step_of_the_labels_below(changes: list) -> Non
     fresh = iter(range(10_000))
     labels: dict[str, tuple[bytes, float]] = {}
     for key, text, step, whole in changes:
-        known = len(tree.match(NS, text.encode()))
-        blocks = tree.match(NS, text.encode()) + [next(fresh) for _ in range(len(text) - known)]
+        known = tree.walk(NS, text.encode(), DEVICE).device_blocks()
+        blocks = known + [next(fresh) for _ in range(len(text) - len(known))]
         tree.insert(NS, text.encode(), blocks)
         tree.labels.owners.on_forecast({key: None if step is None else (step, 1.0)})
         if step is None:
@@ -139,5 +140,5 @@ def test_the_rest_of_a_shortened_history_is_not_worth_less_than_before() -> None
     world.serve("TTTTnn", "near", 6)
     world.serve("ffff", "far", 4)
     world.serve("zzzzzz", "other", 6)
-    assert [len(world.tree.match(NS, text)) for text in (b"TTTTnn", b"ffff")] == [6, 0]
+    assert [len(world.cache.match(NS, text)) for text in (b"TTTTnn", b"ffff")] == [6, 0]
     world.check()

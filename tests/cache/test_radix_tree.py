@@ -1,5 +1,6 @@
 import pytest
 
+from kedge.cache.node import DEVICE
 from kedge.cache.radix_tree import RadixTree
 from kedge.errors import InvalidToken, PlanError
 from tests.cache.helpers import NS
@@ -10,7 +11,7 @@ def test_a_partial_block_takes_no_block() -> None:
     with pytest.raises(PlanError, match="7 tokens fill 1"):
         tree.insert(NS, b"abcdefg", [0, 1])
     tree.insert(NS, b"abcdefg", [0])
-    assert tree.match(NS, b"abcdefg") == [0]
+    assert tree.walk(NS, b"abcdefg", DEVICE).device_blocks() == [0]
     tree.insert(NS, b"xyz", [])
     tree.check_integrity([])
 
@@ -27,9 +28,9 @@ def test_unlock_without_lock() -> None:
 def test_wide_tokens() -> None:
     tree = RadixTree(1)
     tree.insert(NS, (2**31 - 1, 7), [0, 1])
-    assert tree.match(NS, (2**31 - 1, 7)) == [0, 1]
+    assert tree.walk(NS, (2**31 - 1, 7), DEVICE).device_blocks() == [0, 1]
     with pytest.raises(InvalidToken, match=f"tokens={2**31}"):
-        tree.match(NS, (1, 2**31))
+        tree.walk(NS, (1, 2**31))
 
 
 def test_integrity_check_can_fail() -> None:

@@ -150,13 +150,11 @@ class CacheManager:
         """Return the blocks of the longest exact prefix of `tokens` on the device. A pure look-up: nothing is locked or
         touched.
         """
-        return self._tree.match(namespace, tokens)
+        return self._tree.walk(namespace, tokens, DEVICE).device_blocks()
 
     def status(self, namespace: Namespace, tokens: Sequence[int]) -> Status:
         """Return where the longest exact prefix of `tokens` is, in both tiers. A pure look-up."""
         walk = self._tree.walk(namespace, tokens)
-        if walk is None:
-            return Status(Readiness.READY, 0, 0)
         nodes = walk.node.path_down()
         device = sum(len(node.blocks[DEVICE]) for node in nodes)
         if walk.node.blocks[DEVICE]:

@@ -116,20 +116,15 @@ class RadixTree:
 
     # looking up -----------------------------------------------------------------------------------------------
 
-    def match(self, namespace: Namespace, tokens: Sequence[int]) -> list[int]:
-        """Return the device blocks of the longest prefix of `tokens` on the device. Changes nothing."""
-        walk = self.walk(namespace, tokens, DEVICE)
-        return [] if walk is None else walk.device_blocks()
-
-    def walk(self, namespace: Namespace, tokens: Sequence[int], tier: Tier | None = None) -> Walk | None:
-        """Return the longest prefix that `tier`, or any tier, holds; None for an unknown namespace. Changes nothing."""
-        root = self._roots.get(namespace)
-        return None if root is None else self.descend(root, self.pack(tokens), tier)
+    def walk(self, namespace: Namespace, tokens: Sequence[int], tier: Tier | None = None) -> Walk:
+        """Return the longest prefix of `tokens` that `tier`, or any tier, holds. Changes nothing."""
+        root = self._roots.get(namespace) or TreeNode(namespace, None, b"", 0)
+        return self.descend(root, self.pack(tokens), tier)
 
     def end(self, namespace: Namespace, tokens: Sequence[int]) -> TreeNode | None:
         """Return the node that ends the longest prefix that any tier holds, split off where needed; None if none."""
         walk = self.walk(namespace, tokens)
-        return self.ending(walk) if walk and walk.length else None
+        return self.ending(walk) if walk.length else None
 
     # structure ------------------------------------------------------------------------------------------------
 
@@ -389,18 +384,14 @@ class RadixTree:
             return Removed(node, tier, gone)
         if kept > 0:
             self.split(node, kept)
-        gone = self._remove(node, tier)
-        if not node.blocks[1 - tier]:
-            self.detach(node)
-        return Removed(node, tier, gone)
-
-    def _remove(self, node: TreeNode, tier: Tier) -> list[int]:
         assert node.parent is not None
         gone, node.blocks[tier] = node.blocks[tier], []
         self._shrink(node, tier, len(gone))
         node.parent.resident_children[tier] -= 1
         self.offer(node.parent)
-        return gone
+        if not node.blocks[1 - tier]:
+            self.detach(node)
+        return Removed(node, tier, gone)
 
     def _shrink(self, node: TreeNode, tier: Tier, count: int) -> None:
         self.version += 1

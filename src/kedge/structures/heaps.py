@@ -17,8 +17,7 @@ class LazyHeap(Generic[Item]):
     its key has grown, it is entered anew when it surfaces.
     """
 
-    def __init__(self, key: Callable[[Item], Key], is_candidate: Callable[[Item], bool] | None = None) -> None:
-        """Create an empty queue; without `is_candidate`, what was pushed is a candidate until it is popped."""
+    def __init__(self, key: Callable[[Item], Key], is_candidate: Callable[[Item], bool]) -> None:
         self._key, self._is_candidate = key, is_candidate
         self._numbers = itertools.count(1)
         self._tickets: dict[Item, int] = {}
@@ -59,7 +58,7 @@ class LazyHeap(Generic[Item]):
 
     def _is_current(self, entry: tuple[Key, int, Item]) -> bool:
         _, ticket, item = entry
-        return self._tickets.get(item) == ticket and (self._is_candidate is None or self._is_candidate(item))
+        return self._tickets.get(item) == ticket and self._is_candidate(item)
 
     def _drop_outdated(self) -> None:
         self._heap = list(filter(self._is_current, self._heap))
@@ -74,38 +73,34 @@ class StepCounts:
     Adding and removing cost by the logarithm of the different steps, however many children there are.
     """
 
-    __slots__ = ("_counts", "_heap")
+    __slots__ = ("_heap", "counts")
 
     def __init__(self) -> None:
-        self._counts: dict[float, int] = {}
+        self.counts: Counter[float] = Counter()
+        """How often each step is in it"""
         self._heap: list[float] = []
 
     @property
     def least(self) -> float | None:
         """The least step, or None where there is none."""
         heap = self._heap
-        while heap and heap[0] not in self._counts:
+        while heap and heap[0] not in self.counts:
             heappop(heap)
         return heap[0] if heap else None
 
-    @property
-    def counts(self) -> Counter[float]:
-        """How often each step is in it; a copy."""
-        return Counter(self._counts)
-
     def add(self, step: float) -> None:
-        count = self._counts[step] = self._counts.get(step, 0) + 1
-        if count == 1:
+        self.counts[step] += 1
+        if self.counts[step] == 1:
             heappush(self._heap, step)
             self._drop_outdated()
 
     def remove(self, step: float) -> None:
         """Remove one `step`, which must be there."""
-        self._counts[step] -= 1
-        if not self._counts[step]:
-            del self._counts[step]
+        self.counts[step] -= 1
+        if not self.counts[step]:
+            del self.counts[step]
 
     def _drop_outdated(self) -> None:
-        if len(self._heap) > 2 * len(self._counts) + 8:
-            self._heap = list(self._counts)
+        if len(self._heap) > 2 * len(self.counts) + 8:
+            self._heap = list(self.counts)
             heapify(self._heap)
