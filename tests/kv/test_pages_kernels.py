@@ -1,6 +1,7 @@
 """vLLM's pages, read and written by a kernel in all layers at once, against the same layer by layer."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from kedge.anchors.offsets import Blend, empty_table
 from kedge.anchors.translator import Translation, translate_into
 from kedge.integrations.vllm.plugin.block_layout import find_layouts
-from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, slots_for_kernels
+from kedge.integrations.vllm.plugin.pages import Pages, look_up, slots_for_kernels
 from kedge.kv.rotary import Rotary, RotaryByLayer
 from kedge.kv.segment import KVSegment
 from tests.integrations.vllm.fake_layers import Layout, Shape, fake_layer, float8_layer
@@ -31,7 +32,7 @@ ULPS = {torch.float32: 1e-6, torch.bfloat16: 2**-6}
 def rotary(dim: int, scale: float = 1.0) -> Rotary:
     angles = torch.arange(256)[:, None] * 0.5 ** torch.arange(dim // 2)
     table = scale * torch.cat((angles.cos(), angles.sin()), -1)
-    return Rotary(RopeModule(table.to(DEVICE)), 256, DEVICE)
+    return Rotary(partial(look_up, table.to(DEVICE)), 256, DEVICE)
 
 
 @dataclass

@@ -79,7 +79,9 @@ def attend(
     whole = max(16, triton.next_power_of_2(dim))
     at_once, tile = sizes_of(group, whole * query.element_size(), together=together)
     tiles = triton.cdiv(rows, at_once)
-    shares = shares_of(tiles * kv_heads)
+    shares = SHARES
+    while shares > 1 and tiles * kv_heads * shares > PROGRAMS:
+        shares //= 2
     parts = query.new_empty(rows, heads, shares, dim, dtype=torch.float32)
     sums = query.new_empty(rows, heads, shares, dtype=torch.float32)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -103,14 +105,6 @@ def sizes_of(group: int, row_bytes: int, *, together: bool) -> tuple[int, int]:
     """
     fitting = max(FEWEST, LOADED // row_bytes)
     return max(1, min(MOST, fitting) // group) if together else 1, min(TILE, fitting)
-
-
-def shares_of(programs: int) -> int:
-    """Return the shares of a context, a power of two, where each is read by so many programs."""
-    shares = SHARES
-    while shares > 1 and programs * shares > PROGRAMS:
-        shares //= 2
-    return shares
 
 
 @triton.jit(do_not_specialize=["rows"])

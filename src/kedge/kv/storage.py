@@ -82,11 +82,17 @@ class PagedStorage:
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device, rotary: Rotation) -> None:
-        self.keys, self.values, pools = _allocated(spec, num_blocks * block_size, device)
         self.spec, self.block_size, self.rotary = spec, block_size, rotary
+        shape = (spec.layers, num_blocks * block_size, spec.kv_heads, spec.head_dim)
+        if spec.latent:  # one row for each token, of which the values are the first half: attention reads it whole
+            rows = torch.empty(*shape[:-1], 2 * shape[-1], dtype=spec.dtype, device=device)
+            self.keys, self.values = halves(rows)
+        else:
+            allocate = torch.zeros if spec.shapes else torch.empty
+            self.keys, self.values = (allocate(shape, dtype=spec.dtype, device=device) for _ in range(2))
         self.parts = layer_parts(spec, self.keys, self.values)
         """The keys and values of each layer as they are written, each [slots, kv_heads, key_dim]: views"""
-        self.pools = pools or self.parts
+        self.pools = [(layer, layer) for layer in rows] if spec.latent else self.parts
         """The keys and values of each layer as attention reads them: with a latent both are [slots, 1, latent +
         rotary_dim], else those that are written
         """
@@ -150,19 +156,6 @@ class PagedStorage:
         there, here = source * self.block_size, target * self.block_size
         for pool in (self.keys, self.values):
             pool[:, here : here + tokens] = pool[:, there : there + tokens]
-
-
-def _allocated(spec: KVSpec, slots: int, device: torch.device) -> tuple[Tensor, Tensor, Pools | None]:
-    """Return keys and values of all slots, and the pools that attention reads unless these are its keys and values.
-
-    With a latent there is one row for each token, of which the values are the first half: attention reads it whole.
-    """
-    shape = (spec.layers, slots, spec.kv_heads, spec.head_dim)
-    if spec.latent:
-        rows = torch.empty(*shape[:-1], 2 * shape[-1], dtype=spec.dtype, device=device)
-        return *halves(rows), [(layer, layer) for layer in rows]
-    allocate = torch.zeros if spec.shapes else torch.empty
-    return allocate(shape, dtype=spec.dtype, device=device), allocate(shape, dtype=spec.dtype, device=device), None
 
 
 def halves(rows: Tensor) -> tuple[Tensor, Tensor]:

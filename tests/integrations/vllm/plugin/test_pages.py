@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_layout import KVLayer, Places, find_layouts
-from kedge.integrations.vllm.plugin.pages import Pages, RopeModule, rotation_error, rotation_of
+from kedge.integrations.vllm.plugin.pages import Pages, look_up, rotation_error, rotation_of
 from kedge.kv.rotary import Rotary, Rotation
 from kedge.kv.segment import KVSegment
 from tests.integrations.vllm.fake_layers import Layout, Shape, fake_layer, float8_layer
@@ -32,7 +33,7 @@ def pages_of(layers: Sequence[KVLayer]) -> Pages:
 
 def rotary() -> Rotary:
     angles = torch.arange(64)[:, None] * 0.5 ** torch.arange(DIM // 2)
-    return Rotary(RopeModule(torch.cat((angles.cos(), angles.sin()), -1)), 64, torch.device("cpu"))
+    return Rotary(partial(look_up, torch.cat((angles.cos(), angles.sin()), -1)), 64, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("layout", [SIDE_BY_SIDE, TRANSPOSED])

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kedge.errors import LayoutUnknown
 from kedge.integrations.vllm.plugin.block_layout import BlockLayout, KVLayer, blocks_of
@@ -164,18 +165,12 @@ the largest error of rounding, to which two keys' mean errors do not sum up.
 UNCHECKED = "its rotary embedding has not been checked yet"
 
 
-class RopeModule(nn.Module):
-    """vLLM's table of cosines and sines with the interface of Transformers' rotary modules."""
-
-    def __init__(self, table: Tensor) -> None:
-        """`table` [positions, rotary_dim] has cosines, then sines (`RotaryEmbedding.cos_sin_cache`)."""
-        super().__init__()
-        self._table = table
-
-    def forward(self, probe: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, [1, positions, rotary_dim] each, in the dtype of `probe`."""
-        cos, sin = self._table[position_ids].to(probe.dtype).chunk(2, dim=-1)
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+def look_up(table: Tensor, probe: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, [1, positions, rotary_dim] each, in the dtype of `probe`, as Transformers' rotary
+    modules do. `table` [positions, rotary_dim] has cosines, then sines (`RotaryEmbedding.cos_sin_cache`).
+    """
+    cos, sin = table[position_ids].to(probe.dtype).chunk(2, dim=-1)
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 def rotation_error(tokens: Sequence[int], first_layer: Tensor) -> float | None:
@@ -212,7 +207,7 @@ def _rotary(config: ModelConfig, rope: dict[str, Any], device: torch.device) -> 
     longest = config.hf_text_config.max_position_embeddings
     embedding = get_rope(config.get_head_size(), longest, True, rope, config.dtype)
     table = embedding.cos_sin_cache.to(device)
-    return Rotary(RopeModule(table), min(len(table), config.max_model_len), device)
+    return Rotary(partial(look_up, table), min(len(table), config.max_model_len), device)
 
 
 class RotationCheck:
