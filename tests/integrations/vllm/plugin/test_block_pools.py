@@ -129,7 +129,7 @@ def test_the_longest_hit_is_vllms(name: str, data: st.DataObject) -> None:
     _, tokens, _ = vllm.find_longest_cache_hit(HASHES, LENGTH * SIZE)
     assert cached_prefix(pool, HASHES) == tokens // SIZE
     keys = pool.cached_block_hash_to_block._cache
-    assert found.reach(HASHES, None, keys.__contains__) == tokens // SIZE
+    assert found.reach(HASHES, keys.__contains__) == tokens // SIZE
     assert set(found.needed(HASHES[: tokens // SIZE]).keys) <= keys.keys()
     assert has_end(pool, HASHES[: tokens // SIZE])
 
@@ -189,7 +189,7 @@ def test_with_a_drafting_head_vllm_finds_all_but_the_last_block(name: str, head:
     _, tokens, _ = vllm.find_longest_cache_hit(HASHES, LENGTH * SIZE)
     assert tokens // SIZE == length - found.align
     keys = vllm.block_pool.cached_block_hash_to_block._cache
-    assert found.reach(HASHES, None, keys.__contains__) == length
+    assert found.reach(HASHES, keys.__contains__) == length
 
 
 def test_beside_a_head_a_group_without_its_layers_needs_nothing_behind_the_hit() -> None:
@@ -236,7 +236,6 @@ def test_a_prefix_is_that_of_the_pool_and_of_others(pool: BlockPool) -> None:
     assert [block.block_hash_num_tokens for block in leading_blocks(pool, HASHES)] == [SIZE, 2 * SIZE, 3 * SIZE]
     assert cached_prefix(pool, HASHES) == 3
     assert cached_prefix(pool, HASHES, others=set(PLAIN[3:5])) == 5
-    assert cached_prefix(pool, HASHES, stop=2) == 2
     assert cached_prefix(pool, HASHES, start=4) == 4
     assert [cached_prefix(pool, HASHES, guess=guess) for guess in range(10)] == [3] * 10
 

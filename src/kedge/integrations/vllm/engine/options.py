@@ -59,15 +59,6 @@ class KeepingOptions:
     """Folder for what they learn; None keeps nothing"""
     quotas: Mapping[TenantId, Quota] = field(default_factory=dict)
 
-    def settings(self) -> dict[str, Any]:
-        """Return the plug-in's settings for this as plain data."""
-        quotas = {
-            str(tenant): {"anchor_bytes": one.anchor_bytes, "host_memory": one.host_bytes}
-            for tenant, one in self.quotas.items()
-        }
-        folder = None if self.state is None else str(self.state.absolute())
-        return {"state": folder, "quotas": quotas}
-
 
 NOTHING_KEPT = KeepingOptions()
 
@@ -90,7 +81,11 @@ def refuse_foreign(config: EngineSettings) -> None:
 def plugin_settings(config: EngineSettings, keeping: KeepingOptions = NOTHING_KEPT) -> dict[str, Any]:
     """Return the plug-in's settings as plain data for vLLM's processes."""
     sections = {name: getattr(config, name).model_dump() for name in SECTIONS}
-    return {**sections, **keeping.settings()}
+    quotas = {
+        str(tenant): {"anchor_bytes": one.anchor_bytes, "host_memory": one.host_bytes}
+        for tenant, one in keeping.quotas.items()
+    }
+    return {**sections, "state": keeping.state and str(keeping.state.absolute()), "quotas": quotas}
 
 
 def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *, is_cpu: bool) -> dict[str, Any]:

@@ -101,10 +101,10 @@ class CacheGroups:
             length = shorter - shorter % self.align  # all longer hits need a block that is missing
         return length
 
-    def reach(self, hashes: Sequence[BlockHash], stop: int | None, has: Callable[[bytes], bool]) -> int:
-        """Return the longest hit of the first `stop` hashes. O(its length)."""
+    def reach(self, hashes: Sequence[BlockHash], has: Callable[[bytes], bool]) -> int:
+        """Return the longest hit of `hashes`. O(its length)."""
         end, length = self.main.key_end, 0
-        for one in hashes[:stop]:
+        for one in hashes:
             if not has(one + end):
                 break
             length += 1
@@ -247,11 +247,9 @@ def cached_prefix(
     hashes: Sequence[BlockHash],
     others: Container[bytes] = (),
     start: int = 0,
-    stop: int | None = None,
     guess: int = -1,
 ) -> int:
-    """Return how many leading blocks of a prompt are in `pool`, or among `others` by their keys: `start` at least,
-    `stop` at most.
+    """Return how many leading blocks of a prompt are in `pool`, or among `others` by their keys: `start` at least.
 
     O(log n) look-ups, since prompts are evicted from their ends, and two where the answer is `guess`. Where there are
     several groups, those that a hit needs of the others have to be there as well.
@@ -263,7 +261,7 @@ def cached_prefix(
         key = hashes[at] + end
         return key in known or key in others
 
-    length = leading_count(is_cached, len(hashes) if stop is None else stop, start, guess)
+    length = leading_count(is_cached, len(hashes), start, guess)
     if not groups.others:
         return length
     return groups.fitted(hashes, length, lambda key: key in known or key in others)

@@ -174,16 +174,16 @@ class HostTier:
 
         return held, leading_count(is_owned, held, guess=guess)
 
-    def extent(self, hashes: Sequence[BlockHash], stop: int | None = None) -> tuple[int, int]:
-        """Return how many of the first `stop` blocks of a prompt are on the device, and how many in either tier.
+    def extent(self, hashes: Sequence[BlockHash]) -> tuple[int, int]:
+        """Return how many leading blocks of a prompt are on the device, and how many in either tier.
 
         What is being loaded counts as being on the device. O(log n) look-ups; O(n) with several groups.
         """
-        first = cached_prefix(self.device, hashes, self._loading, 0, stop)
+        first = cached_prefix(self.device, hashes, self._loading)
         if not self.groups.others:
-            return first, cached_prefix(self.host, hashes, (), first, stop)
+            return first, cached_prefix(self.host, hashes, start=first)
         tiers = (known_blocks(self.device), self._loading, known_blocks(self.host))
-        return first, self.groups.reach(hashes, stop, lambda key: any(key in one for one in tiers))
+        return first, self.groups.reach(hashes, lambda key: any(key in one for one in tiers))
 
     def next_load(self, hashes: Sequence[BlockHash], block: int) -> tuple[BlockTransfer | None, bool]:
         """Return the load under way that brings a block of a prompt, and whether one could bring it from the host."""
