@@ -21,7 +21,7 @@ def at_distances(*distances: float, tokens: int = 1) -> Match:
     keys = [torch.full((tokens, 1), d / tokens**0.5) for d in distances]
     block = KeyBlock([Anchor(i, (0,) * tokens, k) for i, k in enumerate(keys)])
     query = Query((0,) * tokens, torch.zeros(tokens, 1), 1e-3)
-    return Match(query, block, None, Interpolate().propose(query, block, None))
+    return Match(query, block, None, Interpolate(10.0).propose(query, block, None))
 
 
 def learned(
@@ -33,7 +33,7 @@ def learned(
 
 
 def entropy_verdict(match: Match) -> Verdict:
-    return Entropy(0.3, 10.0).judge(match, NONE)
+    return Entropy(0.3).judge(match, NONE)
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kedge.anchors.anchor import KeyBlock
 from kedge.anchors.calibration import Calibration
-from kedge.anchors.estimators import SHARP, Match, anchor_weights
+from kedge.anchors.estimators import Match
 
 GAMMA = 0.3
 """Highest entropy of a shareable value as the paper has it"""
@@ -48,22 +48,18 @@ class Criterion(Protocol):
 @dataclass(frozen=True, slots=True)
 class Entropy:
     """The criterion of KVCOMM, Eq. 5: a value is not shareable if it is longer than every anchor, or if the entropy of
-    its weights over the anchors at least as long exceeds gamma · log of their number. A single such anchor is not
-    enough.
+    its weights over the anchors at least as long, which are all that an `aligned` estimator uses, exceeds gamma · log
+    of their number. A single such anchor is not enough.
     """
 
     gamma: float
-    temperature: float = SHARP
 
     def lacks(self, tokens: int, block: KeyBlock, calibration: Calibration) -> str:  # noqa: ARG002
         return "" if len(block.long_enough(tokens)) > 1 else "only one anchor is as long"
 
     def judge(self, match: Match, calibration: Calibration) -> Verdict:  # noqa: ARG002
         anchors = match.block.long_enough(len(match.query.tokens))
-        distances = match.block.aligned(match.query, anchors).sum(1).sqrt()
-        chosen = None if match.same is None else int((anchors == match.same).nonzero())
-        weights = anchor_weights(distances, self.temperature, chosen)
-        share = float(torch.special.entr(weights).sum()) / math.log(len(anchors))
+        share = float(torch.special.entr(match.proposal.mass).sum()) / math.log(len(anchors))
         reason = f"entropy is {share:.2f} of its maximum, above {self.gamma:g}" if share > self.gamma else ""
         return Verdict(reason, torch.zeros(len(match.query.tokens), dtype=torch.bool), torch.zeros(0, dtype=torch.bool))
 

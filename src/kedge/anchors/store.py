@@ -87,7 +87,21 @@ class AnchorStore:
         offsets = pool.sites.get(site) if pool else None
         if pool is None or offsets is None:
             return OffsetEstimate(False, "no anchor of this agent yet", learnable=True)
-        return self._judge(pool, offsets, sample, weak_error, leave_out=leave_out)
+        ids, criterion = offsets.anchors, self._criterion
+        if weak_error is not None and isinstance(criterion, Error):
+            criterion = replace(criterion, weak_error=weak_error)
+        if leave_out and (own := pool.find(self._query(sample))):
+            ids = tuple(one for one in ids if one != own.id)
+        tokens = len(sample.tokens)
+        lack = self._lacks(pool, ids, tokens)
+        if lack := lack or criterion.lacks(tokens, pool.block(ids), offsets.calibration):
+            known = pool.find(self._query(sample))
+            return OffsetEstimate(False, lack, learnable=known is None or known.id not in offsets.holders)
+        match = self._match(pool, ids, sample)
+        verdict = criterion.judge(match, offsets.calibration)
+        if not verdict.shareable:
+            return OffsetEstimate(False, verdict.reason, learnable=verdict.learnable and match.same is None)
+        return shared(sample, offsets, match, verdict)
 
     def prepare(self, sample: SampleView) -> None:
         """Match a value ahead of time, with the anchors of the site that has most of them."""
@@ -136,31 +150,6 @@ class AnchorStore:
         proposal, same = self._proposals.use((sample.pool, sample.key, ids), propose)
         return Match(query, block, same, proposal, sample.weight)
 
-    def _judge(
-        self,
-        pool: AnchorPool,
-        offsets: SiteOffsets,
-        sample: SampleView,
-        weak_error: float | None = None,
-        *,
-        leave_out: bool = False,
-    ) -> OffsetEstimate:
-        ids, criterion = offsets.anchors, self._criterion
-        if weak_error is not None and isinstance(criterion, Error):
-            criterion = replace(criterion, weak_error=weak_error)
-        if leave_out and (own := pool.find(self._query(sample))):
-            ids = tuple(one for one in ids if one != own.id)
-        tokens = len(sample.tokens)
-        lack = self._lacks(pool, ids, tokens)
-        if lack := lack or criterion.lacks(tokens, pool.block(ids), offsets.calibration):
-            known = pool.find(self._query(sample))
-            return OffsetEstimate(False, lack, learnable=known is None or known.id not in offsets.holders)
-        match = self._match(pool, ids, sample)
-        verdict = criterion.judge(match, offsets.calibration)
-        if not verdict.shareable:
-            return OffsetEstimate(False, verdict.reason, learnable=verdict.learnable and match.same is None)
-        return shared(sample, offsets, match, verdict)
-
     def use(self, estimate: OffsetEstimate) -> None:
         """Count a use of the anchors of an estimate, once it is used."""
         pool = self.pools.get(estimate.pool) if estimate.pool else None
@@ -188,13 +177,12 @@ class AnchorStore:
             return
         observed = Observation.measure(sample.base, real_value, base_prefix, real_prefix)
         pool = self.pools.get(sample.pool) or self.empty_pool()
-        known = pool.sites.get(site)
-        offsets = known or SiteOffsets(sample.base, len(observed.prefix))
+        offsets = pool.sites.get(site) or SiteOffsets(sample.base, len(observed.prefix))
         query = self._query(sample)
         anchor = pool.find(query) or Anchor(AnchorId(next(self._ids)), query.tokens, query.keys)
         calibration = self._calibrated(pool, offsets, anchor, sample, observed)
         has_room = anchor.id in pool.anchors or not pool.full
-        if has_room or not (known and self._judge(pool, known, sample).shareable):
+        if has_room or not self.estimate(site, sample).shareable:
             pool.add(site, offsets, anchor, observed)
         pool.sites[site].calibration = calibration
         self.pools[sample.pool] = pool
