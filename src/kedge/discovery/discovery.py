@@ -201,16 +201,6 @@ class Discovery:
             self.runs.ended(asked.run, now)
         return asked.run
 
-    def fixed_prompt(self, agent: AgentId) -> Tokens:
-        """Return the tokens that all prompts of an agent begin with, as far as is known."""
-        known = self.agents.get(agent)
-        return token_bytes.unpack(known.templates[0].head) if known else ()
-
-    def team(self, agent: AgentId) -> WorkflowId:
-        """Return the team of an agent; "" for one that is not known."""
-        known = self.agents.get(agent)
-        return known.team if known else WorkflowId("")
-
     # agents ---------------------------------------------------------------------------------------------------
 
     def _fill(self, asked: _Asker) -> list[Filled] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from kedge.discovery import token_bytes
 from kedge.discovery.bounds import MAX_LOOKED_AT
 from kedge.discovery.discovery import Discovery, Found
 from kedge.discovery.report import PlainTotals, Served, find_waste
@@ -49,8 +50,9 @@ class FoundForecasts:
                 self._expected.discard(agent)
             elif agent not in self._expected and agent.namespace == namespace:
                 self._expected.add(agent)
-                self._changes.prompts[agent] = discovery.fixed_prompt(agent.agent)
-                self._changes.teams[agent] = discovery.team(agent.agent)
+                known = discovery.agents.get(agent.agent)
+                self._changes.prompts[agent] = token_bytes.unpack(known.templates[0].head) if known else ()
+                self._changes.teams[agent] = known.team if known else WorkflowId("")
 
     def forget(self, namespace: Namespace) -> None:
         """Expect nothing more in a namespace."""
