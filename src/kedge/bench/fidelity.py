@@ -152,9 +152,8 @@ class MethodServer:
 
     def __init__(self, method: Method, loaded: Loaded, settings: FidelitySettings) -> None:
         self.method = method
-        self.probe = Probe(rows=settings.tokens)
         self.engine = method.open(loaded, **settings.engine)
-        self.probe.watch(self.engine)
+        self.probe = Probe(self.engine, settings.tokens)
         self.seen: list[Seen] = []
         self.ttft_ms: list[float] = []
         self.cold = settings.cold
@@ -185,9 +184,7 @@ class MethodServer:
     def _forced(self, asked: Sequence[Asked], orders: GuardOrders) -> Iterator[list[ProbeResult]]:
         """Yield the results of one agent after the other: an answer's KV is what its own decoding leaves behind."""
         for agent in range(len(asked[0].results)):
-            pending = [
-                self.probe.submit(self.engine, self._request(one, agent, orders), one.answer(agent)) for one in asked
-            ]
+            pending = [self.probe.submit(self._request(one, agent, orders), one.answer(agent)) for one in asked]
             yield [one.result() for one in pending]
         for one in asked:
             self.engine.end_run(RunKey(Namespace(TENANT), "", one.run))
@@ -219,9 +216,8 @@ class DenseTeam:
 
     def __init__(self, flow: Workflow, loaded: Loaded, settings: FidelitySettings) -> None:
         self._runner, self._flow = loaded[0], flow.shortened(settings.tokens)
-        self._probe = Probe(rows=settings.tokens)
         self.engine = SERVED["dense"].open(loaded, **settings.engine)
-        self._probe.watch(self.engine)
+        self._probe = Probe(self.engine, settings.tokens)
         self.seen: dict[str, list[Seen]] = {name: [] for name in YARDSTICKS}
         self.ttft_ms: list[float] = []
 

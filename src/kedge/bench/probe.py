@@ -155,14 +155,11 @@ class _Forced(ForcedAnswer):
 
 
 class Probe:
-    """The observer of one engine, which it has to `watch`."""
+    """The observer of one engine."""
 
-    def __init__(self, rows: int = 32) -> None:
+    def __init__(self, engine: LocalEngine, rows: int) -> None:
         """Observe nothing yet. Of each answer the logits of the first `rows` tokens are kept."""
-        self.rows = rows
-
-    def watch(self, engine: LocalEngine) -> None:
-        """Give each request's probe access to its KV from now on."""
+        self._engine, self._rows = engine, rows
         self._parts = engine.query(lambda parts: parts)
 
     def _read(self, request: GenerateRequest) -> KVSegment:
@@ -171,19 +168,17 @@ class Probe:
         assert table is not None
         return self._parts.storage.read(table, 0, request.prompt_tokens)
 
-    def submit(
-        self, engine: LocalEngine, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False
-    ) -> ProbedRequest:
+    def submit(self, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False) -> ProbedRequest:
         """Submit a request; with `forced` it gives that answer whatever the logits are (teacher forcing)."""
         watched, sampling = _Watched(partial(self._read, request) if kv else None), request.sampling
         probe: _Drawn | _Forced
         if forced:
             sampling = replace(sampling, max_tokens=len(forced), ignore_eos=True, stop=())
             request = replace(request, forced=forced)
-            probe = _Forced(forced, self.rows, watched=watched)
+            probe = _Forced(forced, self._rows, watched=watched)
         else:
-            probe = _Drawn(Sampler(sampling), self.rows, watched)
-        return ProbedRequest(request, engine.submit(replace(request, sampling=sampling), probe), probe)
+            probe = _Drawn(Sampler(sampling), self._rows, watched)
+        return ProbedRequest(request, self._engine.submit(replace(request, sampling=sampling), probe), probe)
 
 
 @dataclass(frozen=True)
@@ -208,7 +203,7 @@ class Recorder(WatchedEngine):
 
     def __init__(self, engine: LocalEngine, probe: Probe, *, kv: bool) -> None:
         super().__init__(engine, Watcher())
-        self._observe = partial(probe.submit, engine, kv=kv)
+        self._observe = partial(probe.submit, kv=kv)
         self.pending: list[ProbedRequest] = []
         """In the order of submission."""
 

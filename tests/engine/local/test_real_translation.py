@@ -127,10 +127,10 @@ class Told(Recorder):
 @contextmanager
 def serving(smollm2: RealModel, method: str) -> Iterator[tuple[Callable[..., list[ProbeResult]], Noting]]:
     """Let a team ask the questions of `reading`, of an engine with a method: the results of one, in speaking order."""
-    probe, own = Probe(rows=1), {"dtype": "float32", "device": "cpu", "kv_memory": "128 blocks"}
+    own = {"dtype": "float32", "device": "cpu", "kv_memory": "128 blocks"}
     team, questions = real.load("reading")
     with method_named(method).open(smollm2.loaded, **own) as engine:
-        probe.watch(engine)
+        probe = Probe(engine, rows=1)
 
         def ask(number: int, orders: GuardOrders = GuardOrders()) -> list[ProbeResult]:  # noqa: B008 (it is frozen)
             recorder = Told(engine, probe, orders)
