@@ -94,8 +94,8 @@ def test_order_hits_and_numbers_go_on() -> None:
 def test_what_is_restored_keeps_to_the_bounds_of_its_new_home() -> None:
     store = filled(range(8), **OPEN)
     assert brought_back(store, **OPEN, capacity=3)[0].stats().anchors == 3
-    bounded, _ = brought_back(store, **OPEN, max_bytes=store.nbytes() // 2)
-    assert 0 < bounded.nbytes() <= store.nbytes() // 2
+    bounded, _ = brought_back(store, **OPEN, max_bytes=store.stats().nbytes // 2)
+    assert 0 < bounded.stats().nbytes <= store.stats().nbytes // 2
 
 
 def test_base_kv_of_templates() -> None:

@@ -323,7 +323,7 @@ def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
         store.estimate(site, value)
         if number % 100 == 99:
             store.check_integrity()
-            sizes.append(store.nbytes())
+            sizes.append(store.stats().nbytes)
     stats = store.stats()
     assert (stats.pools, stats.observed) == (4, 2000)
     assert stats.anchors <= 24
@@ -331,13 +331,13 @@ def test_2000_observations_do_not_grow(settings: dict[str, Any]) -> None:
 
 
 def test_memory_is_bounded_and_the_least_used_go_first() -> None:
-    limit = filled(range(4), **OPEN).nbytes()
+    limit = filled(range(4), **OPEN).stats().nbytes
     store = filled(range(4), **OPEN, max_bytes=limit)
     for seed in (0, 1, 3):
         store.use(store.estimate(SLOT, sample(seed)))
     observe(store, sample(9))
     store.check_integrity()
-    assert store.nbytes() <= limit
+    assert store.stats().nbytes <= limit
     kept = [a.tokens[0] for pool in store.pools.values() for a in pool.anchors.values()]
     assert 2 not in kept
     assert kept[-1] == 9
@@ -347,7 +347,7 @@ def test_memory_is_bounded_and_the_least_used_go_first() -> None:
 def test_a_value_that_is_larger_than_all_memory_is_not_kept() -> None:
     store = AnchorStore(AnchorSettings(max_bytes=100))
     observe(store, sample(0))
-    assert store.stats().pools == store.nbytes() == 0
+    assert store.stats().pools == store.stats().nbytes == 0
 
 
 def test_pools_are_dropped_in_order_of_use() -> None:
@@ -416,9 +416,9 @@ def test_what_was_dropped_goes_before_anchors() -> None:
     store = AnchorStore(AnchorSettings(**OPEN))
     for seed in range(8):
         observe(store, in_tenant("a", seed))
-    full = store.nbytes()
+    full = store.stats().nbytes
     [pool] = store.pools.values()
     pool.drop(pool.victim())
     store.limit("a", full * 7 // 8)
     store.check_integrity()
-    assert (store.stats().anchors, store.nbytes() <= full * 7 // 8) == (7, True)
+    assert (store.stats().anchors, store.stats().nbytes <= full * 7 // 8) == (7, True)

@@ -212,10 +212,6 @@ class AnchorStore:
         self._others = nbytes
         self._bound_tenants()
 
-    def nbytes(self) -> int:
-        """Return the bytes of all anchors."""
-        return sum(pool.nbytes for pool in self.pools.values())
-
     def _bound_tenant(self, tenant: TenantId, keep: AnchorId | None = None) -> None:
         """Drop anchors of a tenant until it is within its limit, and none of others."""
         if (limit := self.limits.get(tenant, self._others)) is not None:
@@ -273,7 +269,7 @@ class AnchorStore:
             pools=len(pools),
             sites=sum(len(pool.sites) for pool in pools),
             anchors=sum(len(pool.anchors) for pool in pools),
-            nbytes=self.nbytes(),
+            nbytes=sum(pool.nbytes for pool in pools),
             observed=self._observed,
             used=self._used,
         )

@@ -202,9 +202,5 @@ def _joins(graph: Pregel[Any, Any, Any, Any], drawn: Sequence[StepEdge]) -> Iter
 
 def _outermost(drawn: Sequence[StepEdge], node: str, side: int) -> list[str]:
     """Return `node`, or what is in its place of a subgraph: its last nodes (`side` 0) or its first ones (1)."""
-    ends = [(edge.source, edge.target)[:: 1 - 2 * side] for edge in drawn]
-    return sorted({one for one, other in ends if _is_in(one, node) and not _is_in(other, node)}) or [node]
-
-
-def _is_in(one: str, node: str) -> bool:
-    return one.startswith(f"{node}:")
+    ends, inside = [(edge.source, edge.target)[:: 1 - 2 * side] for edge in drawn], f"{node}:"
+    return sorted({one for one, other in ends if one.startswith(inside) and not other.startswith(inside)}) or [node]

@@ -187,12 +187,11 @@ Cut = tuple[tuple[Tokens, ...], tuple[Placeholder, ...]]
 def _cut(agent: Prompt, tokenizer: ChatTokenizer) -> Cut:
     """Cut the chat text at its placeholders. A hash of the text marks them, so that no text can look like a mark."""
     mark = _mark(agent.system + agent.user)
-    system, user = parse(agent.system), parse(agent.user)
-    known = [part for part in (*system, *user) if isinstance(part, Placeholder)]
+    known = placeholders(agent.system, agent.user)
     numbers = iter(range(len(known)))
     marked = [
-        "".join(part if isinstance(part, str) else f"<{mark}:{next(numbers)}>" for part in parts)
-        for parts in (system, user)
+        "".join(part if isinstance(part, str) else f"<{mark}:{next(numbers)}>" for part in parse(text))
+        for text in (agent.system, agent.user)
     ]
     pieces = re.split(f"<{mark}:(\\d+)>", tokenizer.chat(marked[0] or None, marked[1]))
     order = [int(number) for number in pieces[1::2]]
