@@ -80,6 +80,7 @@ step() {  # name, command...
     trap "kill $child" TERM  # it has a process group of its own, and would keep the GPU
     wait $child
     rc=$?
+    kill -KILL -- -$child 2>/dev/null  # as would an engine of vLLM's that outlives its parent
     grep -vE '^\s*$|WARNING|INFO|it/s' "$OUT/$name.log" | tail -n "${LINES_SHOWN:-14}" | cut -c1-220
     say "$name: exit status $rc"
     return $rc

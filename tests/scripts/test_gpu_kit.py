@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.processes import is_alive, linux_only
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "scripts" / "gpu"
@@ -55,6 +58,20 @@ def test_packages_come_from_a_folder_of_wheels_and_failures_are_told(tmp_path: P
     failed = kit(tmp_path, f"cooking+{own}", own)
     assert failed.returncode == 1 and "there is no step cooking" in failed.stdout
     assert failed.stdout.count("own: exit status 0") == 2, "what fails ends nothing"
+
+
+@linux_only
+def test_what_a_step_leaves_behind_is_ended(tmp_path: Path) -> None:
+    """An engine that ignored its parent's end would keep the GPU from the next step."""
+    left = "from signal import *; signal(SIGTERM, SIG_IGN); print(1, flush=True); import time; time.sleep(60)"
+    (own := tmp_path / "own.py").write_text(
+        f"import subprocess, sys\nleft = subprocess.Popen([sys.executable, '-c', {left!r}], stdout=subprocess.PIPE)\n"
+        "left.stdout.readline(), open(sys.argv[2], 'w').write(str(left.pid))\n",
+        encoding="utf-8",
+    )
+    assert kit(tmp_path, str(own)).returncode == 0
+    pid = int((tmp_path / "out" / "own.json").read_text(encoding="utf-8"))
+    assert any(not is_alive(pid) or time.sleep(0.05) for _ in range(400))
 
 
 @pytest.mark.slow
