@@ -169,11 +169,12 @@ class EngineConformance:
         done = self.run(engine, self.request(engine, fresh_text("health")))
         assert done.finish_reason is FinishReason.LENGTH
 
-    def refuses(self, engine: Engine, tokens: Tokens, error: type[KedgeError]) -> None:
-        """Assert that a prompt of `tokens` is refused with `error`, and the engine goes on."""
+    def refuses(self, engine: Engine, tokens: Tokens, error: type[KedgeError]) -> Any:
+        """Assert that a prompt of `tokens` is refused with `error`, which is returned, and the engine goes on."""
         request = GenerateRequest((Segment(tokens, "p0"),), SamplingParams(max_tokens=1))
-        pytest.raises(error, engine.submit, request)
+        refusal = pytest.raises(error, engine.submit, request).value
         self.serves(engine)
+        return refusal
 
     # more requests than there is room for -------------------------------------------------------------------------
 
@@ -340,7 +341,9 @@ class EngineConformance:
     def test_prompts_that_cannot_be_computed_are_refused(self, engine: Engine) -> None:
         self.refuses(engine, (), EmptyPrompt)
         valid = engine.tokenizer.encode("a")[:1]
-        self.refuses(engine, valid * self.too_long, PromptTooLong)
+        too_long = self.refuses(engine, valid * self.too_long, PromptTooLong)
+        before = pytest.raises(PromptTooLong, engine.tokenizer.measure, "a b " * self.too_long).value
+        assert before.most == too_long.most, "whoever looks, before the text is tokenized or after it"
         for token in (-1, 2**31 - 1, 2**63):
             self.refuses(engine, (*valid, token), InvalidToken)
 

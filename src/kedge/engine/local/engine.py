@@ -244,8 +244,8 @@ class LocalEngine(Engine):
         parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake)
         self._core = build.apart(lambda: EngineCore(parts()))
         self.capacity, longest = self._core.parts.capacity, self._core.parts.longest
-        self.tokenizer.most = longest
-        self._require_sensible = partial(require_sensible, vocab_size=runner.vocab_size, most=longest - 1)
+        self.tokenizer.most = most = longest - 1
+        self._require_sensible = partial(require_sensible, vocab_size=runner.vocab_size, most=most)
         self._numbers = itertools.count()
         self._grammars = Grammars(self.tokenizer, runner.eos_token_ids, runner.vocab_size)
         self._guard = GuardedCalls(self.submit, self.config.guard)

@@ -127,7 +127,7 @@ class VLLMEngine(Engine):
         config = self._driver.llm.vllm_config
         model = self._driver.llm.model_config
         self._max_model_len: int = model.max_model_len
-        self.tokenizer.most = self._max_model_len
+        self.tokenizer.most = self._max_model_len - 1
         self._vocab_size: int = model.get_vocab_size()
         self._max_logprobs: int = model.max_logprobs
         eos = self.tokenizer.eos_token_id
