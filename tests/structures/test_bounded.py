@@ -12,6 +12,10 @@ def test_an_owner_pushes_out_nothing_of_others() -> None:
     entries["a2"] = 1
     assert list(entries) == ["c1", "b4", "b5", "a2"], "of two that have as many, it is the oldest"
 
+    many: BoundedDict[int, None] = BoundedDict(512, owner=lambda key: key < 100)
+    many.update(dict.fromkeys(range(513)))
+    assert [*many] == [*range(100), *range(103, 513)], "as all are looked at to find whose go, a few go at once"
+
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 6))))
 def test_it_is_a_list_in_the_order_of_use(limit: int, operations: list[tuple[bool, int]]) -> None:

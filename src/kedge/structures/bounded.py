@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable
+from itertools import islice
 from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -13,16 +14,16 @@ ENTRIES = 1024
 
 def of_largest(entries: Collection[T], owner: Callable[[T], Hashable]) -> T:
     """Return the first entry of the owner that has the most: where one has to go, no owner pushes out another's."""
-    held = Counter(map(owner, entries))
-    return max(entries, key=lambda one: held[owner(one)])
+    most = max((held := Counter(map(owner, entries))).values())
+    return next(one for one in entries if held[owner(one)] == most)
 
 
 class BoundedDict(OrderedDict[K, V]):
     """The `limit` entries that were used last, least recently used first.
 
     `use` and assignment make an entry the newest; other look-ups leave the order as it is. `on_evicted` is called with
-    every key and value that goes for want of room. With `owner`, a function of keys, it is one of the owner that has
-    the most entries, so that none pushes out those of others.
+    every key and value that goes for want of room. With `owner`, a function of keys, they are of the owner that has
+    the most entries, so that none pushes out those of others: a 256th at once, as all are looked at to find it.
     """
 
     def __init__(
@@ -38,8 +39,12 @@ class BoundedDict(OrderedDict[K, V]):
         super().__setitem__(key, value)
         self.move_to_end(key)
         if len(self) > self._limit:
-            key = of_largest(self, self._owner) if self._owner else next(iter(self))
-            self._on_evicted(key, self.pop(key))
+            gone, owner = [next(iter(self))], self._owner
+            if owner is not None:
+                most = owner(of_largest(self, owner))
+                gone = list(islice((one for one in self if owner(one) == most), 1 + self._limit // 256))
+            for key in gone:
+                self._on_evicted(key, self.pop(key))
 
     def use(self, key: K, make: Callable[[], V]) -> V:
         """Return the entry of `key` as the newest, made where there is none."""

@@ -67,11 +67,7 @@ class SortedKeys(dict[bytes, T]):
     Items are set and deleted one by one.
     """
 
-    __slots__ = ("_order",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._order: list[bytes] | None = None
+    _order: list[bytes] | None = None
 
     def __setitem__(self, key: bytes, value: T) -> None:
         if self._order is not None and key not in self:
@@ -95,6 +91,5 @@ class SortedKeys(dict[bytes, T]):
 
         In ascending order those that begin most like it are beside its place: half are from below it, half from above.
         """
-        order = self.order
-        place = bisect_left(order, key)
+        place = bisect_left(order := self.order, key)
         return [(common_length(one, key), self[one]) for one in order[max(0, place - most // 2) : place + most // 2]]

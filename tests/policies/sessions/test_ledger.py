@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, SessionTracker, Turn, TurnEnd
 from kedge.policies.sessions.ledger import GIVEN_UP, LATER, NAMELESS, UNKNOWN
-from kedge.types import AgentKey, GenerateRequest, Namespace, Segment, TurnHints
+from kedge.types import AgentKey, GenerateRequest, Namespace, Segment, TurnHints, WorkflowAgent
 from kedge.workflow.steps import NextRun
 from tests.policies.sessions.test_links import HERE, THERE, chain
 
@@ -51,8 +51,8 @@ def test_what_a_request_says_of_its_end_counts_unless_the_engine_knows_better() 
     assert last.session not in ledger.tracker
 
 
-AGENT = AgentKey(HERE, "", "run", "writer")
-WRITER = SessionHints(flow="writer", agent=AGENT)
+AGENT, FLOW = AgentKey(HERE, "", "run", "writer"), WorkflowAgent(HERE, "flow", "writer")
+WRITER = SessionHints(flow=FLOW, agent=AGENT)
 
 
 def served(ledger: SessionLedger, blocks: list[int], hints: SessionHints = WRITER) -> SessionKey:
@@ -88,7 +88,7 @@ def test_a_session_is_that_of_the_run_that_it_was_last_seen_in() -> None:
     first, last = (AgentKey(HERE, "", run, "writer") for run in ("first", "last"))
     for agent in (first, last):
         ledger.on_forecast({agent: NextRun(3.0)})
-        key = served(ledger, [1], SessionHints("mine", flow="writer", agent=agent))
+        key = served(ledger, [1], SessionHints("mine", flow=FLOW, agent=agent))
     assert ledger._sessions == {last: key}
     ledger.on_forecast({first: None})
     assert key in ledger.tracker
@@ -246,7 +246,7 @@ def test_every_outcome_has_a_reason() -> None:
 def test_where_the_forecast_of_its_agent_decides_that_is_said() -> None:
     desk = Desk()
     agent = AgentKey(HERE, "", "r", "a")
-    mine = SessionHints("mine", flow="a", agent=agent)
+    mine = SessionHints("mine", flow=FLOW, agent=agent)
     desk.turn(mine)
     [first] = desk.ledger.advise(HERE, TurnHints("mine", keep_for=9.0))
     assert first.outcome is DEFERRED and "continue one another" in first.reason

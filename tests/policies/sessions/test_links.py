@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kedge.policies.sessions.turns import SessionLinks
 from kedge.types import Namespace
 
-HERE, THERE = Namespace("a", ""), Namespace("b", "")
+HERE, THERE, HERE_TOO = Namespace("a", ""), Namespace("b", ""), Namespace("a", "salt")
 
 
 def chain(*blocks: int) -> list[int]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kedge.policies.sessions import SessionHints, SessionKey, SessionTracker, TurnEnd
 from kedge.policies.sessions.tracker import BORROWED, EDGES, KEPT, PRIOR, ReturnTimes, best_rate, bin_of
 from kedge.policies.sessions.turns import UNKNOWN_END
-from tests.policies.sessions.test_links import HERE, THERE, chain
+from tests.policies.sessions.test_links import HERE, HERE_TOO, THERE, chain
 
 
 def turn(tracker: SessionTracker, blocks: list[int], now: float, end: TurnEnd = UNKNOWN_END) -> SessionKey:
@@ -184,3 +184,10 @@ def test_what_is_old_is_forgotten_slowly() -> None:
         idle(times, fast, bin_of(gap))
         times.observe(fast, bin_of(gap), returned=True)
     assert 1 / times.rate(fast, 0) < 10
+
+
+def test_a_tenant_forgets_only_its_own_sessions() -> None:
+    tracker = SessionTracker(4)
+    kept = [tracker.arrive(THERE, chain(at), 0.0) for at in range(2)]
+    own = [tracker.arrive(namespace, chain(2, at), 1.0) for at in range(9) for namespace in (HERE, HERE_TOO)]
+    assert [one in tracker for one in (*kept, *own)] == [True] * 2 + [False] * 16 + [True] * 2

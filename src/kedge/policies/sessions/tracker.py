@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 from kedge.policies.sessions.turns import (
     MAX_SESSIONS,
@@ -52,8 +53,6 @@ class _Survival:
     A session that is still in a bin counts half there (the actuarial estimate). If only those counted that have left
     it, the first to leave a bin would be those that returned.
     """
-
-    __slots__ = ("exposed", "returned", "seen")
 
     def __init__(self) -> None:
         self.exposed, self.returned = [0.0] * len(EDGES), [0.0] * len(EDGES)
@@ -208,11 +207,12 @@ class SessionTracker:
 
     def __init__(self, capacity: int = MAX_SESSIONS) -> None:
         """Begin without sessions; at most `capacity` are remembered."""
-        self._sessions: BoundedDict[SessionKey, _Session] = BoundedDict(capacity, self._forgotten)
+        tenant = attrgetter("namespace.tenant")
+        self._sessions: BoundedDict[SessionKey, _Session] = BoundedDict(capacity, self._forgotten, tenant)
         self._links, self._returns = SessionLinks(), ReturnTimes()
         self._timers: list[tuple[float, int, _Session]] = []
         self._changed: dict[SessionKey, float | None] = {}
-        self._calls: BoundedDict[Hashable, Counter[bool]] = BoundedDict(MAX_SESSIONS)
+        self._calls: BoundedDict[Hashable, Counter[bool]] = BoundedDict(MAX_SESSIONS, owner=tenant)
         self._numbers = self._tickets = 0
         self.returning = 0.0
         """Share of the last requests that an idle session came back with"""

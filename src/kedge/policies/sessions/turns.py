@@ -59,8 +59,8 @@ NO_HINTS, UNKNOWN_END = SessionHints(), TurnEnd()
 
 
 MAX_SESSIONS = 8192
-"""Sessions, and agents and runs of workflows, of which something is remembered: the one that was active longest ago is
-forgotten first"""
+"""Sessions, and agents and runs of workflows, of which something is remembered: the one that was active longest ago,
+of the tenant with the most, is forgotten first"""
 RECENT = 0.05
 """Share of a new request in the moving means of all requests"""
 Chain = Sequence[Hashable]
@@ -80,7 +80,7 @@ class SessionLinks:
     def __init__(self) -> None:
         self._ends: dict[Namespace, dict[Hashable, Hashable]] = {}
         self._marks: dict[Hashable, tuple[Namespace, list[Hashable]]] = {}
-        self._beginnings: BoundedDict[tuple[Namespace, Hashable], int] = BoundedDict(MAX_BLOCKS)
+        self._beginnings = BoundedDict[tuple[Namespace, Hashable], int](MAX_BLOCKS, owner=lambda one: one[0].tenant)
         """Sessions that began with the blocks up to one, of whole first prompts and lengths that are powers of two"""
 
     def find(self, namespace: Namespace, chain: Chain) -> Hashable:
