@@ -31,7 +31,6 @@ from kedge.types import (
     GenerateRequest,
     Namespace,
     ReuseMode,
-    RunId,
     SampleId,
     TenantId,
     Tokens,
@@ -112,7 +111,8 @@ class ClientRuns:
         """Return the run that `hints` name, if any, and take the forecast in them. A session alone takes no room of
         runs: nothing is known of what follows it.
         """
-        now, key, runs = time.monotonic(), _key(namespace, hints), self.by_tenant[namespace.tenant]
+        now, runs = time.monotonic(), self.by_tenant[namespace.tenant]
+        key = RunKey(namespace, hints.client, hints.run)
         is_session = hints.run == hints.session and not (hints.workflow or hints.steps is not None)
         if hints.run and key not in runs and not is_session:
             runs[key] = ClientRun(key, now)
@@ -126,11 +126,10 @@ class ClientRuns:
 
     def hint(self, namespace: Namespace, hints: Hints, registered: Registered | None) -> list[ActionOutcome]:
         """Take hints without a prompt, and return what becomes of those on a run."""
-        before = self.board.forecast(_key(namespace, hints))
+        before = self.board.forecast(RunKey(namespace, hints.client, hints.run))
         run, outcomes = self.touch(namespace, hints, registered), list[ActionOutcome]()
         if hints.steps is not None:
-            is_newer = run is not None and self.board.forecast(run.key) is not before
-            outcomes.append(took_forecast(is_newer))
+            outcomes.append(took_forecast(run is not None and self.board.forecast(run.key) is not before))
         if run and hints.final:
             self.end(run)
         elif run:
@@ -195,10 +194,6 @@ class ClientRuns:
                 len(runs) > ENTRIES or oldest.heard + self.board.ttl <= now
             ):
                 self.end(oldest)
-
-
-def _key(namespace: Namespace, hints: Hints) -> RunKey:
-    return RunKey(namespace, hints.client, RunId(hints.run))
 
 
 @dataclass

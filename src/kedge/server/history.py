@@ -184,9 +184,7 @@ class History(Watcher):
             return {
                 "version": mine.version,
                 "calls": [call.to_dict(now) for call in mine.calls if call.changed > since],
-                "steps": [
-                    {"run": key.run.name, "agent": key.agent, "steps": steps} for key, steps in mine.steps.items()
-                ],
+                "steps": [{"run": key.run.name, "agent": key.agent, "steps": one} for key, one in mine.steps.items()],
                 "failures": failures,
             }
 

@@ -43,9 +43,6 @@ class Seldom(logging.Filter):
 class TextLine(logging.Formatter):
     """Formatter of a line of text."""
 
-    def __init__(self) -> None:
-        super().__init__(TEXT)
-
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the standard library's name)
         name = request_id.get()
         return TEXT % {**vars(record), "request_id": f"{name} " if name else ""}
@@ -73,7 +70,7 @@ class JSONLine(logging.Formatter):
 def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
     """Send all log records of this process to stderr."""
     handler = logging.StreamHandler()
-    handler.setFormatter(TextLine() if log_format == "text" else JSONLine())
+    handler.setFormatter(TextLine(TEXT) if log_format == "text" else JSONLine())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for name in ("asyncio", "uvicorn.error"):

@@ -7,6 +7,8 @@ from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import InvalidGrammar
+from kedge.server.openai.protocol import ChatBody
+from kedge.server.openai.tool_calls import grammar_of
 
 GRAMMAR = 'start: "abc"'
 
@@ -85,3 +87,14 @@ def test_other_long_numbers_are_taken(known: Grammars) -> None:
     assert known.begin(f"start: %json {said}")
     fields = ", ".join(f'"{at}": {{"multipleOf": {one}}}' for at, one in enumerate(("0.01", 1e-5, 86400, 12, 10**6)))
     assert known.begin(f'start: %json {{"properties": {{{fields}}}}}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_forced"),
+    [({"type": "string", "pattern": "^(ab){40}$"}, True), ({"type": "string", "pattern": "^((ab){100}){40}$"}, False),
+     ({"const": 200 * "ab"}, True), ({"enum": [4_500 * "ab", "c"]}, False), ({"const": 4_500 * "ab"}, False)],
+)  # fmt: skip
+def test_what_is_certain_is_read_ahead_only_where_it_is_short(known: Grammars, schema: object, is_forced: bool) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    state = known.begin(grammar_of(ChatBody.model_validate({"messages": [], "response_format": wanted}), None))
+    assert state and bool(state._matcher.compute_ff_tokens()) == is_forced

@@ -185,6 +185,22 @@ def test_text_is_not_held_back_longer_than_it_must_be() -> None:
     assert said == ["so", " it", " is", "<b", ""]
 
 
+class Counting(Hermes):
+    """Counts the characters that it looks at for calls."""
+
+    looked = 0
+
+    def _first(self, begin: int, *, last: bool) -> Any:
+        found = super()._first(begin, last=last)
+        self.looked += self._at - begin
+        return found
+
+
+def test_marks_in_each_others_strings_are_looked_at_in_one_pass() -> None:
+    text, parser = 2000 * '<tool_call>"</tool_call>"', Counting()
+    assert parser.read(text, last=True) == (text, ()) and parser.looked < 3 * len(text)
+
+
 # schemas that require themselves --------------------------------------------------------------------------------------
 
 SELF = {"$ref": "#"}

@@ -9,7 +9,7 @@ import pytest
 
 from kedge.engine.echo import EchoEngine
 from kedge.server import logs
-from kedge.server.logs import JSONLine, TextLine
+from kedge.server.logs import TEXT, JSONLine, TextLine
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import LimitSettings
 from tests.server.conftest import Served, serving, wait_until
@@ -82,9 +82,9 @@ def test_lines_have_the_call_and_the_exception() -> None:
         raise ValueError("no")
     except ValueError as error:
         made.exc_info = (ValueError, error, error.__traceback__)
-    assert "WARNING kedge.test hello you" in TextLine().format(made)
+    assert "WARNING kedge.test hello you" in TextLine(TEXT).format(made)
     token = logs.request_id.set("req_1")
-    line, text = json.loads(JSONLine().format(made)), TextLine().format(made)
+    line, text = json.loads(JSONLine().format(made)), TextLine(TEXT).format(made)
     logs.request_id.reset(token)
     assert "WARNING kedge.test req_1 hello you" in text and "ValueError: no" in text
     assert line.pop("time").endswith("Z") and "ValueError: no" in line.pop("exception")

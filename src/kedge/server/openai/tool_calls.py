@@ -4,15 +4,17 @@ The server's settings name the format of the model; nothing is guessed. Text tha
 """
 
 import json
+import math
 import re
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import unquote
 
-from kedge.checks import MAX_GRAMMAR, brief
+from kedge.checks import MAX_GRAMMAR, brief, require_text
 from kedge.errors import RequestError
 from kedge.server.openai.protocol import ChatBody, Function, ResponseFormat
 from kedge.settings.sections import ToolCallFormat
@@ -81,47 +83,47 @@ class Hermes(AnswerReader):
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     mark, open, arguments, close, between = OPEN, f"{OPEN}\n", "arguments", f"\n{CLOSE}", "\n"
-    _at, _is_quoted = 0, False
-    """Where the open call goes on behind its last closing mark, and whether that was within a string"""
+    _at, _end, _is_quoted = 0, 0, False
+    """Up to where the open call was looked at, where its first closing mark ends, and whether a string is open"""
 
     def read(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         self._held += text
-        content, calls = "", []
-        while self.OPEN in self._held:
-            before, _, rest = self._held.partition(self.OPEN)
-            found = self._first(rest, last=last)
-            if found is None:
-                break
-            (call, size), self._at, self._is_quoted = found, 0, False
+        content, calls, done = "", [], 0
+        while (begin := self._held.find(self.OPEN, done)) >= 0 and (found := self._first(begin, last=last)):
+            call, end = found
             calls += [call] if call else []
-            is_dropped = call or (cut and self.CLOSE not in rest)
-            content += before.rstrip() if is_dropped else before + self.OPEN + rest[:size]
-            self._held, self._ends_in_call = rest[size:], bool(call)
+            is_dropped = call or (cut and not self._end)
+            content += self._held[done:begin].rstrip() if is_dropped else self._held[done:end]
+            done, self._at, self._end, self._is_quoted, self._ends_in_call = end, 0, 0, False, bool(call)
         size = len(self._held)
         if not last:  # what may belong to a call, or to the white space before it, is held back
-            at = self._held.find(self.OPEN)
-            if at < 0:
+            if begin < 0:
                 begun = (many for many in range(len(self.OPEN) - 1, 0, -1) if self._held.endswith(self.OPEN[:many]))
-                at = size - next(begun, 0)
-            size = len(self._held[:at].rstrip())
-        out, self._held = self._held[:size], self._held[size:]
+                begin = size - next(begun, 0)
+            size = done + len(self._held[done:begin].rstrip())
+        out, self._held = self._held[done:size], self._held[size:]
+        self._at, self._end = max(0, self._at - size), max(0, self._end - size)
         self._ends_in_call = self._ends_in_call and not out.strip()
         return ParsedText(content if self._ends_in_call else content + out, tuple(calls))
 
-    def _first(self, rest: str, *, last: bool) -> tuple[ToolCall | None, int] | None:
-        """Return the call behind an opening mark, if it is one, and its length; None while more of it may come.
+    def _first(self, begin: int, *, last: bool) -> tuple[ToolCall | None, int] | None:
+        """Return the call that an opening mark begins, if it is one, and where it ends; None while more of it may come.
 
-        A closing mark within a string closes nothing.
+        A mark within a string is text. Outside, another opening mark shows that this is no call: so none is looked at
+        beyond the second one, and a text of many takes time in proportion to its length.
         """
-        while (end := rest.find(self.CLOSE, self._at)) >= 0:
-            self._is_quoted ^= len(_QUOTE.findall(rest, self._at, end)) % 2 == 1
-            self._at = end + len(self.CLOSE)
-            if not self._is_quoted:
-                call = self._read(rest[:end])
-                return call, self._at if call else rest.find(self.CLOSE) + len(self.CLOSE)
+        begin += len(self.OPEN)
+        for mark in _MARKS.finditer(self._held, max(begin, self._at)):
+            self._at = mark.end()
+            self._is_quoted ^= mark[0] == '"'
+            self._end = self._end or (self._at if mark[0] == self.CLOSE else 0)
+            if self._end and not self._is_quoted and mark[0] in (self.OPEN, self.CLOSE):
+                call = self._read(self._held[begin : mark.start()]) if mark[0] == self.CLOSE else None
+                return call, self._at if call else self._end
+        self._at = max(self._at, len(self._held) - len(self.CLOSE) + 1)
         if not last:
             return None
-        return (None, rest.find(self.CLOSE) + len(self.CLOSE)) if self._at else (self._read(rest), len(rest))
+        return (None, self._end) if self._end else (self._read(self._held[begin:]), len(self._held))
 
     @staticmethod
     def _read(text: str) -> ToolCall | None:
@@ -138,8 +140,7 @@ class Llama3Json(AnswerReader):
 
     def read(self, text: str, *, last: bool = False, cut: bool = False) -> ParsedText:
         self._held += text
-        begin = self._held.lstrip()[:1]
-        self._is_text = self._is_text or begin not in ("", "{")
+        self._is_text = self._is_text or self._held.lstrip()[:1] not in ("", "{")
         if not (self._is_text or last):
             return ParsedText()
         calls = () if self._is_text else _calls(self._held)
@@ -148,6 +149,7 @@ class Llama3Json(AnswerReader):
         return ParsedText(content, calls)
 
 
+_MARKS = re.compile(rf'\\["\\]|"|{Hermes.OPEN}|{Hermes.CLOSE}')
 PARSERS: Mapping[ToolCallFormat, type[AnswerReader]] = {"hermes": Hermes, "llama3_json": Llama3Json}
 """Readers by the format that the settings name. The names are vLLM's."""
 
@@ -197,9 +199,10 @@ def _calls(text: str) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
+_text = partial(json.dumps, ensure_ascii=False)
 ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "lenient": True}
 """llguidance's options: white space is at most one blank after a comma or colon, and what cannot be kept is no error"""
-_QUOTE = re.compile(r'(?<!\\)(?:\\\\)*"')
+_STRING, _TIMES = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"'), re.compile(r"{(\d+)")
 UNKEPT = frozenset((
     "uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired", "dependentSchemas",
     "not", "if", "then", "else", "unevaluatedProperties", "unevaluatedItems",
@@ -222,9 +225,19 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     body.left_out.extend(f"response_format.{name}" for name in unkept(schema))
     body.left_out.extend(f"tools.{name}" for one in functions for name in unkept(one.parameters))
     if schema is None:
-        return "\n".join(["start: calls", *calls])
+        return _joined("start: calls", *calls)
     start = "start: content | calls" if calls else "start: content"
-    return "\n".join([start, f"content: {_json(schema, 'response_format.json_schema')}", *calls])
+    return _joined(start, f"content: {_json(schema, 'response_format.json_schema')}", *calls)
+
+
+def _joined(*rules: str, most: int = 4096) -> str:
+    """Return the grammar of some rules. Where a text may have more than `most` characters, as by `{4096}` in a pattern,
+    tokens are not forced: for each, llguidance reads through all that is certain, in 0.2 ms for 1,000 characters.
+    """
+    whole = "\n".join(rules)
+    texts = ((len(text), map(float, _TIMES.findall(text))) for text in _STRING.findall(whole))
+    is_long = any(size * math.prod(many or 1 for many in times) > most for size, times in texts)
+    return '%llguidance {"no_forcing": true}\n' + whole if is_long else whole
 
 
 def unkept(schema: Any) -> Iterator[str]:
@@ -314,7 +327,7 @@ def _call_rules(functions: Sequence[Function], wording: type[AnswerReader], *, s
     names = " | ".join(f"call_{at}" for at in range(len(functions)))
     rules = [f"calls: call {between}", f"call: {names}"]
     for at, function in enumerate(functions):
-        begin = f'{wording.open}{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{wording.arguments}": '
+        begin = f'{wording.open}{{"name": {_text(function.name)}, "{wording.arguments}": '
         rules.append(f"call_{at}: {_text(begin)} arguments_{at} {_text('}' + wording.close)}")
         rules.append(f"arguments_{at}: {_json(_arguments(function), 'tools')}")
     return rules
@@ -336,11 +349,8 @@ def _schema(wanted: ResponseFormat | None) -> Mapping[str, Any] | None:
 
 def _json(schema: Mapping[str, Any], key: str) -> str:
     """Return the grammar of a schema. Raises `RequestError` naming `key` for one to which nothing conforms."""
-    text = json.dumps({**schema, "x-guidance": ONE_LINE}, ensure_ascii=False)
+    text = _text({**schema, "x-guidance": ONE_LINE})
+    require_text(key, text)
     if len(text) <= MAX_GRAMMAR and not can_end(schema):  # a longer one is refused by the engine
         raise RequestError(key, brief(schema), "requires itself without an end")
     return f"%json {text}"
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
