@@ -30,15 +30,12 @@ LEAST: dict[str, dict[str, Any]] = {
     RUNS: {"inputs": ASK},
     HINTS: {},
 }
-PROMPT = "prompt: Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
+PROMPT = "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
 MOST = "this model's maximum context length is 8192 tokens"
-STOP = "stop: Input should be a string or a list of strings"
-PARTS = (
-    "messages.0.content: Input should be a string or a list of parts (objects with a `type`, and `text` where that "
-    "is a text)"
-)
+STOP = "Input should be a string or a list of strings"
+PARTS = "Input should be a string or a list of parts (objects with a `type`, and `text` where that is a text)"
 MODES = "'off', 'exact' or 'translate'"
-REUSE = f"reuse: Input should be {MODES}, or an object with one of these for each agent that it names"
+REUSE = f"Input should be {MODES}, or an object with one of these for each agent that it names"
 NEEDED = "a run needs a text that is not blank"
 SHORT_NAME = "must be a printable text of 1 to 256 characters"
 TOOL: Any = {"type": "function", "function": WEATHER}
@@ -47,6 +44,7 @@ OTHER = {"type": "function", "function": {"name": "other"}}
 ANSWERED = {"role": "assistant", "tool_calls": [{"type": "retrieval", "function": {"name": "x"}}]}
 SCHEMA: Any = {"type": "json_schema"}
 ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+BAD_SCHEMAS = ((ENDLESS, "requires itself without an end"), ({"title": "\ud800"}, "must be valid Unicode"))
 
 WRONG: list[tuple[str, object, str | None, str]] = [
     *((TEXT, {"prompt": bad}, "prompt", PROMPT) for bad in ([True], [1, "a"], [[1], "a"], [[True]], [1.5], {}, 5)),
@@ -60,19 +58,19 @@ WRONG: list[tuple[str, object, str | None, str]] = [
     *((TEXT, {"stop": bad}, "stop", STOP) for bad in (5, ["a", 1], {})),
     *((TEXT, {name: bad}, name, said) for name, bad, said in (
         ("stop", ["a", ""], "stop='': must not be empty"),
-        ("stream_options", 5, "stream_options: Input should be an object"),
-        ("n", 1.5, "n: Input should be a valid integer"), ("cache_salt", "a\nb", SHORT_NAME),
+        ("stream_options", 5, "stream_options=5: Input should be an object"),
+        ("n", 1.5, "n=1.5: Input should be a valid integer"), ("cache_salt", "a\nb", SHORT_NAME),
         ("logprobs", 21, ""), ("logprobs", -1, ""), ("logprobs", True, ""), ("max_tokens", 0, ""), ("echo", 1, ""),
         ("temperature", math.nan, ""), ("temperature", math.inf, ""),
     )),
     (TEXT, {"kedge": {"bindings": {}}}, "kedge.bindings", ""),
-    *((path, bad, None, "body: Input should be an object") for path, bad in ((TEXT, [1]), (HINTS, 5))),
+    *((path, bad, None, f"body={bad}: Input should be an object") for path, bad in ((TEXT, [1]), (HINTS, 5))),
     *((CHAT, {"messages": bad}, "messages", said) for bad, said in (
-        ([5], "messages.0: Input should be an object"), ("hi", "messages: Input should be a valid list"),
+        ([5], "messages.0=5: Input should be an object"), ("hi", "messages='hi': Input should be a valid list"),
         *(([{**HI[0], "content": bad}], PARTS) for bad in (5, [5], [{"type": "text"}], [{"type": 5}])),
         ([{**HI[0], "content": "x" * 9000}], f"messages='9018 tokens': {MOST}"),
         ([{"role": "assistant", "tool_calls": [{"function": 5}]}],
-         "messages.0.tool_calls.0.function: Input should be an object"),
+         "messages.0.tool_calls.0.function=5: Input should be an object"),
         ([], ""), ([{"role": "robot", "content": "x"}], ""), ([ANSWERED], ""),
     )),
     *((CHAT, {name: bad}, name, "") for name, bad in (
@@ -93,19 +91,19 @@ WRONG: list[tuple[str, object, str | None, str]] = [
               "tool_choice": "required"}, "tools", "parameters must be object") for kind in (5, "string")),
     (CHAT, {"tools": [TOOL], "functions": [{"name": "x"}]}, "functions", ""),
     (CHAT, {"tool_choice": 5}, "tool_choice",
-     "tool_choice: Input should be none, auto, required or a function (an object)"),
+     "tool_choice=5: Input should be none, auto, required or a function (an object)"),
     *((CHAT, {"tools": tools, "tool_choice": bad}, "tool_choice", "") for tools, bad in (
         ([], "required"), ([TOOL], "always"), ([TOOL], OTHER), ([TOOL], {"type": "function"}),
     )),
     (CHAT, {"response_format": SCHEMA}, "response_format.json_schema", "schema"),
     (CHAT, {"response_format": {**SCHEMA, "json_schema": {"schema": 5}}}, "response_format.json_schema.schema",
      "JSON schema"),
-    *((path, more, param, "requires itself without an end") for path, more, param in (
-        (CHAT, {"response_format": {**SCHEMA, "json_schema": {"schema": ENDLESS}}}, "response_format.json_schema"),
-        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": ENDLESS}}],
+    *((path, more, param, said) for bad, said in BAD_SCHEMAS for path, more, param in (
+        (CHAT, {"response_format": {**SCHEMA, "json_schema": {"schema": bad}}}, "response_format.json_schema"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "parameters": bad}}],
                 "tool_choice": "required"}, "tools"),
-        (MESSAGES, {"output_config": {"format": {"schema": ENDLESS}}}, "output_config.format"),
-        (RESPONSES, {"text": {"format": {**SCHEMA, "schema": ENDLESS}}}, "text.format"),
+        (MESSAGES, {"output_config": {"format": {"schema": bad}}}, "output_config.format"),
+        (RESPONSES, {"text": {"format": {**SCHEMA, "schema": bad}}}, "text.format"),
     )),
     *((CHAT, {name: bad}, name, f"{name}={bad!r}: {SHORT_NAME}") for name, bad in (
         *((name, bad) for name in ("cache_salt", "extra_key") for bad in (7, "", {}, [], 0.5)), ("extra_key", ["a", 7]),
@@ -139,8 +137,9 @@ WRONG: list[tuple[str, object, str | None, str]] = [
             ([{"type": "function_call", "name": "f"}], "input.0.call_id"),
         )),
     )),
-    (RUNS, {"inputs": 5}, "inputs", "inputs: Input should be an object"),
+    (RUNS, {"inputs": 5}, "inputs", "inputs=5: Input should be an object"),
     *((RUNS, {name: bad}, name, "") for name, bad in (("turns", 1), ("stream", "yes"))),
+    (RUNS, {"guard": "fast"}, "guard", "guard='fast': Input should be 'off', 'shadow' or 'on'"),
     *((RUNS, {"reuse": bad}, "reuse", REUSE) for bad in (5, "fast", {"first": "fast"}, [])),
     *((RUNS, {"inputs": bad}, param, said) for bad, param, said in (
         ({}, "inputs.user_question", f"inputs.user_question=None: {NEEDED}"),
@@ -149,7 +148,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
         ({"user_question": "\udc00"}, "inputs.user_question",
          "inputs.user_question='\\udc00': has half of a surrogate pair"),
         ({**ASK, "other": "x"}, "inputs", "inputs='other': the workflow has only user_question"),
-        ({"user_question": 5}, "inputs", "inputs.user_question: Input should be a valid string"),
+        ({"user_question": 5}, "inputs", "inputs.user_question=5: Input should be a valid string"),
     )),
     (FLOWS, {"usr": "x"}, "workflow: usr", "workflow: usr='x': there is no such field"),
     (FLOWS, {"topology": 5}, "workflow: topology", "workflow: topology=5: must be a mapping"),
@@ -194,7 +193,7 @@ def test_an_error_names_the_field_that_was_sent_and_what_is_accepted(
 def test_a_header_is_named_as_it_was_sent(http: httpx.Client) -> None:
     error = error_of(http.get("/v1/runs/none/events", headers={"Last-Event-ID": "x"}))
     assert error["param"] == "last-event-id"
-    assert error["message"].startswith("last-event-id: Input should be a valid integer")
+    assert error["message"].startswith("last-event-id='x': Input should be a valid integer")
 
 
 ODD = [None, True, 5, -1, 1.5, "x", "", [], [True], [None], [[]], [[1.5]], [{}], {}, {"x": True}, {"type": 1}]

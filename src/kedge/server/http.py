@@ -66,8 +66,7 @@ def dumps(data: object) -> bytes:
 
 def event(data: object, *, name: str = "", number: int | None = None) -> bytes:
     """Return a server-sent event with JSON data, which contains no line breaks."""
-    head = f"event: {name}\n" if name else ""
-    head += f"id: {number}\n" if number is not None else ""
+    head = (f"event: {name}\n" if name else "") + (f"id: {number}\n" if number is not None else "")
     return head.encode() + b"data: " + dumps(data) + b"\n\n"
 
 
@@ -338,7 +337,8 @@ class CallFailure:
                 if first["type"] != "json_invalid":
                     place = [str(part) for part in first["loc"][first["loc"][0] in SOURCES :]]
                     why = "Input should be an object" if first["type"] in NO_OBJECT else first["msg"]
-                    reason, param = f"{'.'.join(place) or 'body'}: {why}", place[0] if place else None
+                    given = "" if first["type"] == "missing" else f"={brief(first['input'])!r}"
+                    reason, param = f"{'.'.join(place) or 'body'}{given}: {why}", place[0] if place else None
             case HTTPException():
                 status, code, reason = error.status_code, CODES.get(error.status_code), str(error.detail)
                 param = "Host" if status == 421 else None
