@@ -2,7 +2,6 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable
-from itertools import islice
 from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -23,7 +22,8 @@ class BoundedDict(OrderedDict[K, V]):
 
     `use` and assignment make an entry the newest; other look-ups leave the order as it is. `on_evicted` is called with
     every key and value that goes for want of room. With `owner`, a function of keys, they are of the owner that has
-    the most entries, so that none pushes out those of others: a 256th at once, as all are looked at to find it.
+    the most entries, so that none pushes out those of others: a 256th at once, as all are looked at to find it, but
+    not the newer half of what it has.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class BoundedDict(OrderedDict[K, V]):
             gone, owner = [next(iter(self))], self._owner
             if owner is not None:
                 most = owner(of_largest(self, owner))
-                gone = list(islice((one for one in self if owner(one) == most), 1 + self._limit // 256))
+                its = [one for one in self if owner(one) == most]
+                gone = its[: 1 + min(self._limit // 256, (len(its) - 1) // 2)]
             for key in gone:
                 self._on_evicted(key, self.pop(key))
 
