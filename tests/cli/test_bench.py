@@ -17,13 +17,6 @@ from tests.cli.commands import kedge, measured
 MEASUREMENTS = typer.main.get_command(command.bench).commands  # type: ignore[attr-defined]
 
 
-@pytest.fixture
-def outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Let there be no checkout, as where Kedge was installed from a wheel."""
-    monkeypatch.setattr(command, "__file__", str(tmp_path / "a" / "b" / "c" / "bench.py"))
-    monkeypatch.chdir(tmp_path)
-
-
 @pytest.mark.parametrize("name", MEASUREMENTS)
 def test_every_measurement_has_a_quick_form(name: str) -> None:
     assert any("--quick" in parameter.opts for parameter in MEASUREMENTS[name].params)
@@ -38,8 +31,10 @@ def test_a_checkout_lists_its_benchmarks_too() -> None:
     assert all(f" {name} " in shown for name in (*MEASUREMENTS, "ttft", "workflow", "guard", "accuracy"))
 
 
-@pytest.mark.usefixtures("outside")
-def test_outside_of_a_checkout_there_are_few_commands(tmp_path: Path) -> None:
+def test_outside_of_a_checkout_there_are_few_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where Kedge was installed from a wheel."""
+    monkeypatch.setattr(command, "__file__", str(tmp_path / "a" / "b" / "c" / "bench.py"))
+    monkeypatch.chdir(tmp_path)
     shown = kedge("bench", "--help").output
     assert all(f" {name} " in shown for name in MEASUREMENTS) and " ttft " not in shown
     assert "No such command" in kedge("bench", "ttft").output

@@ -102,7 +102,8 @@ def shown(item: object) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def assert_in_one_piece(group: Group) -> None:
+@pytest.mark.parametrize("group", [table for _, table in TABLES], ids=[name for name, _ in TABLES])
+def test_a_table_is_shown_in_one_piece(group: Group) -> None:
     text = shown(group)
     table: Any = group.renderables[-1]
     assert max(map(len, text.splitlines())) <= WIDTH
@@ -110,11 +111,6 @@ def assert_in_one_piece(group: Group) -> None:
     pieces = [piece for column in table.columns for piece in (*column.cells, *str(column.header).split())]
     around = f" {text} ".replace("\n", " \n ")
     assert [piece for piece in pieces if f" {piece} " not in around] == []
-
-
-@pytest.mark.parametrize("group", [table for _, table in TABLES], ids=[name for name, _ in TABLES])
-def test_a_table_is_shown_in_one_piece(group: Group) -> None:
-    assert_in_one_piece(group)
 
 
 def test_only_a_name_without_room_is_folded() -> None:

@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -20,7 +20,6 @@ from benchmarks.workflow.measure import (
     Control,
     Hints,
     Lane,
-    LaneTrial,
     Oracle,
     WorkflowSettings,
     WrongHints,
@@ -55,13 +54,6 @@ def tiny() -> tuple[ModelRunner, HFTokenizer]:
     return random_runner("tiny", "cpu")
 
 
-def trials(workload: FlowWorkload, name: str, count: int = 2) -> Iterator[LaneTrial]:
-    with Lane(POLICIES[name], workload, *tiny(), throttle=0.0) as lane:
-        lane.warm()
-        for _ in range(count):
-            yield lane.trial()
-
-
 @pytest.mark.parametrize("figure", [5, 6, 8])
 def test_every_policy_gives_the_same_tokens_and_the_promised_figures(figure: int) -> None:
     result = measure(WorkflowSettings(figure, "tiny", seeds=2, load_ratio=0.1, shape=TINY)).as_json()
@@ -84,10 +76,11 @@ def test_steps_keep_as_many_as_theory_has_it_and_as_the_oracle_does(room: int) -
     """Of N agents in a cycle with room for C, LRU hits none and steps-to-execution (C-1)/(N-1) of the tokens."""
     sizes = Sizes(160, 8, 2)
     workload = replace(single_flow(sizes, VOCAB, 0, room=room), calls=9, lead=0)  # after 9 calls it all repeats
-    found = {
-        name: [trial.counts["hit_tokens"] for trial in trials(workload, name)]
-        for name in ("lru_device", "lru_host", "evict_only", "belady")
-    }
+    found = dict[str, list[float]]()
+    for name in ("lru_device", "lru_host", "evict_only", "belady"):
+        with Lane(POLICIES[name], workload, *tiny(), throttle=0.0) as lane:
+            lane.warm()
+            found[name] = [lane.trial().counts["hit_tokens"] for _ in range(2)]
     assert found["lru_device"] == found["lru_host"] == [0, 0]
     kept, best = sum(found["evict_only"]), sum(found["belady"])
     assert kept == pytest.approx(2 * 9 * sizes.fixed * (room - 1) / 9, rel=0.1)
@@ -221,15 +214,12 @@ class VirtualEngine:
         key, tokens = request.request_id, request.tokens
         self.work(0)
         while self.cache.demand(key, NAMESPACE, tokens[:-1]) is not Readiness.READY:
-            self.wait()
+            self.until(self.copier.next_end())
         while True:
             with suppress(OutOfBlocks):
                 lease = self.cache.admit(key, NAMESPACE, tokens, len(tokens) - 1, len(tokens) + SIZES.output)
                 return SIZES.fixed - lease.exact_tokens
-            self.wait()
-
-    def wait(self) -> None:
-        self.until(self.copier.next_end())
+            self.until(self.copier.next_end())
 
     def work(self, seconds: float) -> None:
         self.until(self.now + seconds)

@@ -12,7 +12,7 @@ from kedge.server import logs
 from kedge.server.logs import TEXT, JSONLine, TextLine
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import LimitSettings
-from tests.server.conftest import Served, serving, wait_until
+from tests.server.conftest import serving, wait_until
 
 KEY = "key-of-a"
 
@@ -31,12 +31,6 @@ def lines() -> Iterator[io.StringIO]:
     root.setLevel(level)
 
 
-@pytest.fixture
-def known(lines: io.StringIO) -> Iterator[Served]:  # noqa: ARG001 (the log must listen first)
-    with EchoEngine() as engine, serving(engine, keys=load_keys(None, f"a:{hashed(KEY)}", LimitSettings())) as running:
-        yield running
-
-
 def access(lines: io.StringIO, count: int) -> list[dict[str, object]]:
     """The lines of `count` calls; a call's is written after its answer has been sent."""
 
@@ -48,8 +42,9 @@ def access(lines: io.StringIO, count: int) -> list[dict[str, object]]:
     return written()
 
 
-def test_a_call_is_a_line_with_the_id_that_its_answer_names(known: Served, lines: io.StringIO) -> None:
-    with known.http(KEY) as http:
+def test_a_call_is_a_line_with_the_id_that_its_answer_names(lines: io.StringIO) -> None:
+    keys = load_keys(None, f"a:{hashed(KEY)}", LimitSettings())
+    with EchoEngine() as engine, serving(engine, keys=keys) as known, known.http(KEY) as http:
         answers = [
             http.post("/v1/completions", json={"prompt": "secret words"}),
             http.get("/v1/runs/x%0a%7b%22level%22"),
@@ -57,8 +52,8 @@ def test_a_call_is_a_line_with_the_id_that_its_answer_names(known: Served, lines
             http.post("/v1/completions", content=b"x" * (5 << 20)),
         ]
         http.get("/health")
-    known.wait_quiet()
-    told = access(lines, 4)
+        known.wait_quiet()
+        told = access(lines, 4)
     assert [line["request_id"] for line in told] == [answer.headers["x-request-id"] for answer in answers]
     assert [(line["status"], line["tenant"], line["method"]) for line in told] == [
         (200, "a", "POST"), (404, "a", "GET"), (401, "", "GET"), (413, "a", "POST"),
