@@ -47,9 +47,18 @@ def test_a_latent_is_shown_with_its_size(tmp_path: Path) -> None:
     assert (shown["runs, exact reuse"], shown["translation"]) == ("yes", "yes")
 
 
-def test_a_model_that_cannot_be_run(tmp_path: Path) -> None:
-    shown = rows(tmp_path, StableLmConfig(**SMALL))
-    assert shown["runs"].startswith("no: Transformers runs it with attention of its own only")
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (StableLmConfig(**SMALL), "Transformers runs it with attention of its own only"),
+        (LlamaConfig(**SMALL | {"num_hidden_layers": -1}), ".*`num_hidden_layers`"),
+        (LlamaConfig(**SMALL | {"num_hidden_layers": 10**9}), ".*`num_hidden_layers`"),
+        (LlamaConfig(**SMALL, hidden_act="[red]x"), r".*'\[red\]x'"),
+    ],
+)
+def test_a_model_that_cannot_be_run(tmp_path: Path, config: PretrainedConfig, why: str) -> None:
+    shown = rows(tmp_path, config)
+    assert re.match(f"no: {why}", shown["runs"])
     assert "translation" not in shown
 
 
@@ -60,16 +69,6 @@ def test_a_model_of_which_no_small_copy_can_be_built_is_judged_by_its_config(
     shown = rows(tmp_path, LlamaConfig(**SMALL))
     assert shown["runs, exact reuse"].startswith("yes, according to its config")
     assert shown["translation"].startswith("yes, according to its config")
-
-
-@pytest.mark.parametrize("layers", [-1, 10**9])
-def test_a_number_of_layers_that_cannot_be(tmp_path: Path, layers: int) -> None:
-    shown = rows(tmp_path, LlamaConfig(**SMALL | {"num_hidden_layers": layers}))
-    assert "`num_hidden_layers`" in shown["runs"]
-
-
-def test_refusals_are_shown_as_they_are(tmp_path: Path) -> None:
-    assert "'[red]x'" in rows(tmp_path, LlamaConfig(**SMALL, hidden_act="[red]x"))["runs"]
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model_type": "nothing"}'])
@@ -145,13 +144,10 @@ def graph_file(folder: Path, text: str = GRAPH) -> Path:
     return file
 
 
-def test_a_step_graph_is_drawn_and_may_be_had_alone(tmp_path: Path) -> None:
+def test_a_step_graph_is_drawn_and_may_be_had_alone_and_only_a_workflow_has_one(tmp_path: Path) -> None:
     file = str(graph_file(tmp_path))
     assert "[planner] → [writer] → [reviewer] → [publisher]" in kedge("inspect", file).output
     assert kedge("inspect", file, "--graph").stdout == export(build_step_graph(yaml.safe_load(GRAPH)))
-
-
-def test_only_a_workflow_has_a_graph() -> None:
     assert_refused("--graph='model': only a workflow has a graph; name its file", "inspect", "model", "--graph")
 
 

@@ -42,6 +42,7 @@ def test_the_kedge_field_rides_in_what_other_servers_pass_through(carrier: str) 
 
 
 BAD: dict[str, Any] = {"reuse": ("fast", 1), "guard": ("maybe", False), "bindings": ([], {"a": 1})}
+BAD_MARKS: list[Any] = ["5m", {}, {"type": "forever"}, {"type": "ephemeral", "ttl": "1 day"}, [3]]
 SUB_AGENT = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}
 
 
@@ -120,6 +121,7 @@ def test_a_value_that_cannot_be_meant_is_ignored_and_counted(rule: Any) -> None:
         ({"kedge": {"steps": {"a": float("nan")}}}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
         ({"kedge": {"steps": {"a": 1}}}, {("kedge", IgnoredReason.UNSUPPORTED): 1}),  # of no run
         ({"kedge": {"fixed_tokens": True}}, {("kedge", IgnoredReason.BAD_VALUE): 1}),
+        *(({"cache_control": mark}, {("anthropic", IgnoredReason.BAD_VALUE): 1}) for mark in BAD_MARKS),
     ],
 )
 def test_what_is_ignored_is_counted(body: dict[str, Any], expected: dict[tuple[str, IgnoredReason], int]) -> None:
@@ -159,10 +161,6 @@ def test_what_was_understood_is_told_but_no_secret() -> None:
 FIVE, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
 
 
-def kept(body: dict[str, Any]) -> float | None:
-    return read_hints(body, {})[0].keep_for
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -176,18 +174,11 @@ def kept(body: dict[str, Any]) -> float | None:
     ],
 )
 def test_a_mark_is_found_wherever_it_stands(body: dict[str, Any]) -> None:
-    assert kept(body) == 300
+    assert hints(body).keep_for == 300
 
 
 def test_the_longest_counts_and_no_mark_is_no_hint() -> None:
     content = [{"type": "text", "text": "x", "cache_control": one} for one in (FIVE, HOUR, FIVE)]
-    assert kept({"messages": [{"content": content}, {"content": "text"}, 3], "cache_control": FIVE}) == 3600
-    assert kept({"prompt_cache_retention": "24h"}) == 3600, "no longer than is promised to anybody"
-    assert kept({"messages": [{"content": "x"}], "system": "y", "tools": None, "cache_control": None}) is None
-
-
-@pytest.mark.parametrize("mark", ["5m", {}, {"type": "forever"}, {"type": "ephemeral", "ttl": "1 day"}, [3]])
-def test_a_mark_that_cannot_be_read_is_counted(mark: Any) -> None:
-    hints, ignored = read_hints({"cache_control": mark}, {})
-    assert hints.keep_for is None
-    assert {key for key, count in ignored.items() if count} == {("anthropic", IgnoredReason.BAD_VALUE)}
+    assert hints({"messages": [{"content": content}, {"content": "text"}, 3], "cache_control": FIVE}).keep_for == 3600
+    assert hints({"prompt_cache_retention": "24h"}).keep_for == 3600, "no longer than is promised to anybody"
+    assert hints({"messages": [{"content": "x"}], "system": "y", "tools": None, "cache_control": None}).keep_for is None

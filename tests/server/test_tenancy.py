@@ -179,39 +179,33 @@ def test_tenants_are_those_who_may_generate_and_without_keys_everyone_is_one() -
     assert ring.of_headers({}).id == ring.of_headers({"authorization": "Bearer anything"}).id == TenantId("default")
 
 
+BAD_FILES = [
+    "[",
+    "[tenants]\nacme = 5",
+    "tenants = 5",
+    "[tenants.acme]\nkeys = []",
+    "[tenants.acme]\nkeys = ['sk-secret']",
+    "[tenants.acme]\nkeys = [5]",
+    f"[tenants.acme]\nkeys = ['{hashed(A)}']\nspeed = 1",
+    f"[tenants.acme]\nkeys = ['{hashed(A)}']\nrequests_in_flight = 0",
+    f"[tenants.acme]\nkeys = ['{hashed(A)}']\nanchor_bytes = 'much'",
+    f"[tenants.acme]\nkeys = ['{hashed(A)}']\nanchors = true",
+    f"[tenants.acme]\nkeys = ['{hashed(A)}', '{hashed(A)}']",
+    f"[tenants.'a/b']\nkeys = ['{hashed(A)}']",
+    "[other]",
+]
+BAD_VARIABLES = ["acme", "acme:sk-secret", f":{hashed(A)}", f"a:{hashed(A)},b:{hashed(A)}"]
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        "[",
-        "[tenants]\nacme = 5",
-        "tenants = 5",
-        "[tenants.acme]\nkeys = []",
-        "[tenants.acme]\nkeys = ['sk-secret']",
-        "[tenants.acme]\nkeys = [5]",
-        f"[tenants.acme]\nkeys = ['{hashed(A)}']\nspeed = 1",
-        f"[tenants.acme]\nkeys = ['{hashed(A)}']\nrequests_in_flight = 0",
-        f"[tenants.acme]\nkeys = ['{hashed(A)}']\nanchor_bytes = 'much'",
-        f"[tenants.acme]\nkeys = ['{hashed(A)}']\nanchors = true",
-        f"[tenants.acme]\nkeys = ['{hashed(A)}', '{hashed(A)}']",
-        f"[tenants.'a/b']\nkeys = ['{hashed(A)}']",
-        "[other]",
-    ],
+    ("text", "variable"), [*((text, None) for text in BAD_FILES), *(("", one) for one in BAD_VARIABLES)]
 )
-def test_a_bad_file_is_an_error_that_shows_no_key(tmp_path: Path, text: str) -> None:
+def test_a_bad_file_or_variable_is_an_error_that_shows_no_key(tmp_path: Path, text: str, variable: str | None) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(text)
-    assert "sk-secret" not in error_of(file, None)
-
-
-@pytest.mark.parametrize("text", ["acme", "acme:sk-secret", f":{hashed(A)}", f"a:{hashed(A)},b:{hashed(A)}"])
-def test_a_bad_variable_is_an_error_that_shows_no_key(text: str) -> None:
-    assert "sk-secret" not in error_of(None, text)
-
-
-def error_of(file: Path | None, text: str | None) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_keys(file, text, LimitSettings())
-    return str(caught.value)
+        load_keys(file, variable, LimitSettings())
+    assert "sk-secret" not in str(caught.value)
 
 
 def test_a_salt_never_leads_into_another_tenants_namespace() -> None:
