@@ -34,19 +34,16 @@ def test_ttft_translates_all_agents_but_the_first(estimator: str) -> None:
             assert sum(parts.values()) == pytest.approx(total, rel=0.02, abs=0.2)
 
 
-def test_bench_ttft_writes_json(tmp_path: Path) -> None:
+def test_bench_ttft_writes_json_and_an_unknown_size_is_refused(tmp_path: Path) -> None:
     sizes = "--model-size tiny --question 40 --prefix 32 --output 24 --agents 2 --samples 2 --repeats 1"
     agents = measured(tmp_path, "bench", "ttft", *sizes.split())[0]["agents"]
     assert [agent["agent"] for agent in agents] == [0, 1]
     for agent in agents:
         assert {"agent", "prompt_tokens", "dense_ms", "translated_ms", "parts_ms"} <= set(agent)
+    assert kedge("bench", "ttft", "--model-size", "7t").exit_code != 0
 
 
 def test_a_pass_reads_all_weights_but_an_embedding_of_its_own() -> None:
     tied = random_llama("tiny", torch.device("cpu"), torch.float32)
     untied = LlamaForCausalLM(LlamaConfig(**SHAPES["tiny"], tie_word_embeddings=False))
     assert weight_bytes(tied) == weight_bytes(untied) == 4 * sum(weight.numel() for weight in tied.parameters())
-
-
-def test_an_unknown_size_is_refused() -> None:
-    assert kedge("bench", "ttft", "--model-size", "7t").exit_code != 0

@@ -71,19 +71,12 @@ def test_one_damaged_file_costs_a_server_one_pool(tmp_path: Path, caplog: pytest
         assert third.inspect()["anchors"]["pools"] == 1, "the snapshot at the end kept the sound rest"
 
 
-def test_an_engine_without_state_is_a_wrong_setting(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="EchoEngine has no state"):
-        app.snapshots_of(EchoEngine(), tmp_path, lambda _: None)
-
-
-def test_a_folder_that_somebody_else_uses_is_a_wrong_setting(tmp_path: Path) -> None:
-    with (
-        engine() as first,
-        served(first, tmp_path),
-        engine() as second,
-        pytest.raises(ConfigError, match="another process"),
-    ):
-        create_app(second, ServerSettings(state=tmp_path))
+def test_an_engine_without_state_and_a_folder_that_somebody_else_uses_are_wrong_settings(tmp_path: Path) -> None:
+    with engine() as first, served(first, tmp_path), engine() as second:
+        with pytest.raises(ConfigError, match="another process"):
+            create_app(second, ServerSettings(state=tmp_path))
+        with pytest.raises(ConfigError, match="EchoEngine has no state"):
+            app.snapshots_of(EchoEngine(), tmp_path, lambda _: None)
 
 
 def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:

@@ -156,17 +156,13 @@ def test_finished_without_started_is_the_same() -> None:
         assert shown(board) == shown(other_board)
 
 
-def test_an_agent_that_the_graph_does_not_have_is_counted() -> None:
+def test_an_agent_that_nobody_expected_is_believed_and_counted_if_the_graph_does_not_have_it() -> None:
     board, progress = follow()
     progress.begin(0.0)
     progress.started(AgentId("x"), 0.0)
     progress.finished(AgentId("x"), 0.0)
     assert shown(board) == "0123"
     assert board.ignored == 2
-
-
-def test_an_agent_that_nobody_expected_is_believed() -> None:
-    board, progress = follow()
     progress.started(C, 0.0)
     assert shown(board) == "1201"
     progress.finished(C, 0.0)

@@ -32,11 +32,14 @@ def counts(*agents: Agent, lengths: ValueLengths = FOUR, turns: int = 1) -> list
     return [tuple(n // BLOCK for n in (c.prompt, c.prefix, c.role_last, c.translation)) for c in found]  # type: ignore[misc]
 
 
-def test_a_role_in_front_hides_the_question_from_a_prefix_cache() -> None:
+def test_a_role_in_front_hides_the_question_and_the_share_of_a_run_weighs_calls_by_their_prompts() -> None:
     a, b = (Agent(name, blocks(name, 2), "{user_question}" + blocks(name, 1)) for name in "ab")
     # a computes the question and its own end; role last finds nothing of it, since the question is new.
     # b: the question is known. By its own last token it can never be all.
     assert counts(a, b) == [(7, 2, 0, 2), (7, 2, 4, 6)]
+    savings = estimate_savings(Workflow("test", (a, b)), Unwrapped(), FOUR)
+    assert savings.share("role_last") == pytest.approx(4 / 14)
+    assert savings.calls[0] == CallSavings(savings.calls[0].step, 7 * BLOCK, 2 * BLOCK, 0, 2 * BLOCK)
 
 
 def test_an_answer_is_computed_by_its_first_reader_unless_it_is_translated() -> None:
@@ -63,13 +66,6 @@ def test_lengths_by_name_go_first_and_answers_end_at_max_tokens() -> None:
     assert [
         lengths.of(flow, kind, of) for kind, of in ((ValueKind.INPUT, "user_question"), (ValueKind.AGENT, "a"))
     ] == [6, 7]
-
-
-def test_the_share_of_a_run_weighs_calls_by_their_prompts() -> None:
-    a, b = (Agent(name, blocks(name, 2), "{user_question}" + blocks(name, 1)) for name in "ab")
-    savings = estimate_savings(Workflow("test", (a, b)), Unwrapped(), FOUR)
-    assert savings.share("role_last") == pytest.approx(4 / 14)
-    assert savings.calls[0] == CallSavings(savings.calls[0].step, 7 * BLOCK, 2 * BLOCK, 0, 2 * BLOCK)
 
 
 def test_the_embedded_engine_finds_as_many_tokens_as_estimated() -> None:

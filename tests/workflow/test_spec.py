@@ -199,7 +199,7 @@ graph:
 """
 
 
-def test_a_step_graph_is_what_python_builds(tmp_path: Path) -> None:
+def test_a_step_graph_is_what_python_builds_and_cannot_be_run(tmp_path: Path) -> None:
     expected = StepGraph(
         "review",
         (
@@ -215,13 +215,11 @@ def test_a_step_graph_is_what_python_builds(tmp_path: Path) -> None:
             Node("alone"),
         ),
     )
-    assert load_flow(write(tmp_path, GRAPH)) == expected
+    file = write(tmp_path, GRAPH)
+    assert load_flow(file) == expected
     assert expected.nodes[6].odds == {"end": 0.5, "archive": 0.5}
-
-
-def test_a_step_graph_cannot_be_run(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="no prompts"):
-        load_workflow(write(tmp_path, GRAPH))
+        load_workflow(file)
 
 
 def nodes(**fields: object) -> dict[str, object]:

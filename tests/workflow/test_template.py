@@ -108,12 +108,6 @@ def test_segments_are_the_chat_with_values_in_it(system: Parts, user: Parts) -> 
     assert next(names, None) is None
 
 
-def test_missing_value_is_named() -> None:
-    agent = compile_agents([Prompt("a", "", "{x}")], Characters())["a"]
-    with pytest.raises(UnknownPlaceholder, match="agent a='x'"):
-        agent.fill({})
-
-
 def base_context(segments: tuple[Segment, ...], name: str) -> str:
     return text(next(segment for segment in segments if segment.name == name).base_context)
 
@@ -132,9 +126,11 @@ def test_base_context_is_the_beginning_of_a_prompt_or_the_last_line_before_the_f
     assert base_context(both["b"].fill(filled), "x") == "["
 
 
-def test_stand_in_is_the_name_in_braces() -> None:
+def test_a_missing_value_is_named_and_its_stand_in_is_the_name_in_braces() -> None:
     agent = compile_agents([Prompt("a", "", "{agent_b_current}")], Characters())["a"]
     assert [text(tokens) for tokens in agent.stand_ins] == ["{agent_b_current}"]
+    with pytest.raises(UnknownPlaceholder, match="agent a='agent_b_current'"):
+        agent.fill({})
 
 
 def test_a_chat_template_that_drops_the_system_message_is_refused() -> None:

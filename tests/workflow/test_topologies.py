@@ -31,13 +31,10 @@ def who(topology: Topology) -> dict[str, str]:
     return {name: "".join(heard.agent for heard in hears) for name, hears in topology.reads.items()}
 
 
-def test_fully_connected_chain_star() -> None:
+def test_fully_connected_chain_star_and_layered() -> None:
     assert who(fully_connected(team(4))) == {"a": "", "b": "a", "c": "ab", "d": "abc"}
     assert who(chain(team(4))) == {"a": "", "b": "a", "c": "b", "d": "c"}
     assert who(star(team(4))) == {"a": "", "b": "", "c": "", "d": "abc"}
-
-
-def test_layered() -> None:
     assert who(layered(team(6))) == {"a": "", "b": "", "c": "ab", "d": "ab", "e": "cd", "f": "e"}
     assert who(layered(team(6), width=3)) == {"a": "", "b": "", "c": "", "d": "abc", "e": "abc", "f": "de"}
 

@@ -56,15 +56,11 @@ def total(arrivals: list[Arrival]) -> int:
 
 
 @given(traffic(), CAPACITIES)
-def test_lru_is_its_naive_twin(arrivals: list[Arrival], capacity: int) -> None:
+def test_lru_is_its_naive_twin_and_room_for_all_gives_the_ceiling(arrivals: list[Arrival], capacity: int) -> None:
     replay = CacheReplay(CacheManager(capacity, 1), has_sessions=False)
     found = replay.hit_rate(arrivals)
     assert found == lru_hit_rate(arrivals, capacity) == pytest.approx(naive_lru(arrivals, capacity) / total(arrivals))
     replay.cache.check_integrity()
-
-
-@given(traffic())
-def test_room_for_everything_gives_the_ceiling(arrivals: list[Arrival]) -> None:
     assert lru_hit_rate(arrivals, total(arrivals)) == ceiling(arrivals)
 
 

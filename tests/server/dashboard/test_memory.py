@@ -93,12 +93,14 @@ def test_tokens_over_time(tmp_path: Any) -> None:
     }
 
 
-def test_a_run_has_its_agents_and_how_it_stands(tmp_path: Any) -> None:
+def test_a_run_has_its_agents_and_how_it_stands_and_failures_are_counted_by_kind(tmp_path: Any) -> None:
+    failures = [{"kind": "refused"}, {"kind": "failed"}, {"kind": "refused"}]
     steps = [{"run": "r", "agent": agent, "steps": number} for agent, number in (("a", 2), ("b", None), ("c", 1))]
     driven = {"id": "s", "workflow": "other", "status": "failed", "reason": "boom"}
     answer = told(
         done(run="r", computed=1), {"run": "r", "state": "running"}, {"run": "r", "agent": "b", "state": "stopped"},
         done(run="old", computed=1), runs=[driven, {"id": "r", "status": "running"}], steps=steps,
+        failures=failures,
     )  # fmt: skip
     state = shown(tmp_path, answer)
     runs = {one["id"]: one for one in state["runs"]}
@@ -117,6 +119,8 @@ def test_a_run_has_its_agents_and_how_it_stands(tmp_path: Any) -> None:
         ("b", 0, 0, None),
     ]
     assert (state["requests"], state["running"], state["waiting"]) == (4, 1, 0)
+    found = state["failures"]
+    assert (found["refused"], found["failed"], len(found["list"])) == (2, 1, 3)
 
 
 def test_what_changed_replaces_what_was_known_and_another_server_begins_anew(tmp_path: Any) -> None:
@@ -132,9 +136,3 @@ def test_only_as_many_calls_are_kept_as_the_server_remembers(tmp_path: Any) -> N
     late = told()
     late["calls"] = [{**told({})["calls"][0], "number": 1500}]
     assert [one["number"] for one in shown(tmp_path, told({}, {}), late)["calls"]] == [1500]
-
-
-def test_failures_are_counted_by_kind(tmp_path: Any) -> None:
-    failures = [{"kind": "refused"}, {"kind": "failed"}, {"kind": "refused"}]
-    found = shown(tmp_path, told(failures=failures))["failures"]
-    assert (found["refused"], found["failed"], len(found["list"])) == (2, 1, 3)

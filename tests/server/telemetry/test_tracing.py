@@ -191,18 +191,13 @@ def test_a_run_that_is_cancelled_ends_its_spans(traced: Served, spans: Any) -> N
 # without it -----------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "kedge.server.tracing")
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+def test_a_server_whose_settings_ask_for_tracing_exports_and_without_the_extra_the_error_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with EchoEngine() as engine:
+        assert isinstance(create_app(engine, ServerSettings(tracing=True)).state.service.tracing, OpenTelemetry)
+        monkeypatch.delitem(sys.modules, "kedge.server.tracing")
+        monkeypatch.setitem(sys.modules, "opentelemetry", None)
         with pytest.raises(ConfigError, match=r"kedge\[otel\]"):
             create_app(engine, ServerSettings(tracing=True))
         create_app(engine)
-
-
-# with the real packages -----------------------------------------------------------------------------------------------
-
-
-def test_a_server_whose_settings_ask_for_tracing_exports() -> None:
-    with EchoEngine() as engine:
-        assert isinstance(create_app(engine, ServerSettings(tracing=True)).state.service.tracing, OpenTelemetry)
