@@ -112,7 +112,6 @@ def test_flags_win_over_the_settings_file(opened: Opened) -> None:
         (["flow.yaml", *QUESTION, "--device", "tpu"], "engine.device='tpu'"),
         (["flow.yaml", *QUESTION, "--json", "no/where.json"], "--json='no/where.json': cannot be written"),
         (["flow.yaml", *QUESTION, "--config", "none.toml"], "file='none.toml'"),
-        (["none.yaml", *QUESTION], "path='none.yaml'"),
         (["flow.yaml", "--inputs", "none.jsonl"], "--inputs='none.jsonl': no such file"),
     ],
 )

@@ -63,7 +63,6 @@ def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path, name: str) -
     [
         (["--new-key", "acme corp"], "--new-key='acme corp': must have 1 to 64 letters"),
         (["--new-key", "a,b"], "--new-key='a,b'"),
-        (["--api-keys", "none.toml"], "--api-keys='none.toml'"),
         (["--device", "tpu"], "engine.device='tpu'"),
         (["--allowed-host", "kedge:8000"], "server.allowed_hosts.0='kedge:8000'"),
         (["--tool-call-parser", "guess"], "server.tool_call_parser='guess'"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from benchmarks.sessions.measure import COLUMNS, belady_hit_rate, measure, measure_cost
+from benchmarks.sessions.measure import COLUMNS, belady_hit_rate, measure
 from kedge.bench.sessions.arrivals import SLICE, Arrival, load_traces
 from kedge.bench.sessions.measure import ceiling
 from kedge.cli.bench_tables import SESSION_COLUMNS
@@ -49,19 +49,11 @@ def naive_belady(arrivals: list[Arrival], capacity: int) -> int:
 
 
 @given(traffic(), CAPACITIES)
-def test_belady_is_its_naive_twin(arrivals: list[Arrival], capacity: int) -> None:
+def test_belady_is_its_naive_twin_and_room_for_everything_gives_the_ceiling(
+    arrivals: list[Arrival], capacity: int
+) -> None:
     assert belady_hit_rate(arrivals, capacity) == pytest.approx(naive_belady(arrivals, capacity) / total(arrivals))
-
-
-@given(traffic())
-def test_room_for_everything_gives_the_ceiling(arrivals: list[Arrival]) -> None:
     assert belady_hit_rate(arrivals, total(arrivals)) == ceiling(arrivals)
-
-
-def test_costs_are_of_requests_and_of_blocks() -> None:
-    shipped = shipped_traffic()
-    cost = measure_cost(shipped.arrivals[:120], shipped.capacity(0.25)).as_json()
-    assert all(value > 0 for value in cost.values())
 
 
 def test_every_cell_has_every_column_and_belady_is_the_bound() -> None:
@@ -78,6 +70,7 @@ def test_every_cell_has_every_column_and_belady_is_the_bound() -> None:
         assert cell["belady"] <= cell["kedge_host3"] <= trace["ceiling"][live]
         assert trace["working_set_blocks"][live] > 0
     assert set(data["cost"]) == {"us_per_request", "ns_per_block", "ns_per_block_lru"}
+    assert all(value > 0 for value in data["cost"].values())
     assert said[0] == "claude_code_slice, 2 live, 0.25 of the working set" and said[-1] == "cost"
 
 
