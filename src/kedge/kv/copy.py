@@ -107,6 +107,11 @@ class PoolCopier:
         """Return the copies that have ended since the last call."""
         return [self._ended.get_nowait() for _ in range(self._ended.qsize())]
 
+    def finish(self) -> None:
+        """Wait until all that was submitted has ended, and nothing more is read or written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._orders or self._closed.is_set())
+
     def close(self) -> None:
         """End the thread after the piece under way. Idempotent."""
         with self._changed:
@@ -133,7 +138,8 @@ class PoolCopier:
             if copied := self._advance(order):
                 with self._changed:
                     del self._orders[copied.copy_id]
-                self._ended.put(copied)
+                    self._ended.put(copied)
+                    self._changed.notify_all()
                 self._on_copied()
 
     def _advance(self, order: _Order) -> Copied | None:

@@ -122,13 +122,21 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
         """Have a waiting request judged before the step in which it may start: where the only worker is in this
         process.
         """
-        worker, live = get_kv_transfer_group() if has_kv_transfer_group() else None, self.requests[request.request_id]
-        if not (isinstance(worker, KedgeConnector) and self._ranks == 1 and self.translations.may_ask_at_once(live)):
+        worker, live = _worker_here(), self.requests[request.request_id]
+        if not (worker and self._ranks == 1 and self.translations.may_ask_at_once(live)):
             return
         device, host = self.cached_blocks(request.block_hashes[: (request.num_tokens - 1) // self._block_size])
         if not host:  # what is worth loading comes first
             query = self.translations.query(live, device * self._block_size, delays=False)
             self.translations.take(live, worker.answer(query))
+
+    def reset_cache(self) -> bool:
+        """Empty all caches. vLLM may be about to sleep, which takes the pages away: an engine in a process of its own
+        waits for copies before, any other one here.
+        """
+        if (worker := _worker_here()) and worker._copier:
+            worker._copier.finish()
+        return super().reset_cache()
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -218,6 +226,12 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
         orders = self._get_connector_metadata()
         assert isinstance(orders, Orders)
         return orders
+
+
+def _worker_here() -> KedgeConnector | None:
+    """Return the worker's half in this process, if it has one."""
+    worker = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return worker if isinstance(worker, KedgeConnector) else None
 
 
 def answer(core: EngineCore, what: str, *given: Any) -> Any:
