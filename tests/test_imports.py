@@ -20,6 +20,7 @@ FLOORS = (
     ("runner",),
     ("server", "integrations", "bench"),
     ("cli",),
+    ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 STRANGERS = {"workflow", "cache", "anchors"}

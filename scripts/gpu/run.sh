@@ -86,7 +86,7 @@ step() {  # name, command...
     return $rc
 }
 tests() { local name=$1; shift; step "$name" "$python" -m pytest -q -p no:cacheprovider --junitxml "$OUT/$name.xml" "$@"; }
-bench() { local name=$1; shift; step "$name" "$python" -c 'from kedge.cli.main import app; app()' bench "$@" --json "$OUT/$name.json"; }
+bench() { local name=$1; shift; step "$name" "$python" -m kedge bench "$@" --json "$OUT/$name.json"; }
 script() { step "$1" "$python" "$here/vllm/$2" --step "$1" --size "$size" "${@:3}"; }
 
 run() {

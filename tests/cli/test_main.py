@@ -34,6 +34,8 @@ def failing(error: Exception) -> typer.Typer:
 def test_version() -> None:
     result = cli.invoke(app, ["--version"])
     assert (result.exit_code, result.output) == (0, f"kedge {__version__}\n")
+    command = [sys.executable, "-m", "kedge", "--version"]
+    assert subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout == result.output
 
 
 def test_an_error_is_one_line_without_a_traceback() -> None:
