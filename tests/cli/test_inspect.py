@@ -9,7 +9,10 @@ import yaml
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig, StableLmConfig
 
 from kedge.cli.inspect import conflicts
+from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model import replica
+from kedge.errors import PromptTooLong
+from kedge.types import GenerateRequest, Segment
 from kedge.workflow.export import export
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import build_step_graph
@@ -36,6 +39,12 @@ def test_a_model_that_can_be_translated(tmp_path: Path) -> None:
     assert shown["KV per token"] == "768 bytes in float32, 384 bytes in bfloat16"
     assert shown["runs, exact reuse"] == "yes"
     assert shown["translation"].startswith("yes")
+
+
+def test_the_longest_prompt_is_what_an_engine_takes() -> None:
+    with LocalEngine() as engine, pytest.raises(PromptTooLong) as refused:
+        engine.submit(GenerateRequest((Segment((5,) * engine.runner.max_positions, "p0"),)))
+    assert f"longest prompt │ {refused.value.most} tokens, " in " ".join(kedge("inspect").output.split())
 
 
 def test_a_latent_is_shown_with_its_size(tmp_path: Path) -> None:

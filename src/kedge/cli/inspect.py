@@ -110,9 +110,10 @@ def _verdict(config: PretrainedConfig) -> list[tuple[str, str]]:
     except UnsupportedModel as error:
         return [family, ("runs", f"no: {error.why}")]
     spec, yes = KVSpec.from_config(config, latent=not tried.keeps_heads), "yes" if tried.ran else UNTRIED
+    positions = longest(config)
     return [
         family,
-        ("longest prompt", str(longest(config))),
+        ("longest prompt", f"{positions - 1} tokens, {positions} with its answer"),
         ("KV per token", _kv_per_token(spec)),
         ("runs, exact reuse", yes),
         ("translation", f"no: {tried.translation_refusal}" if tried.translation_refusal else yes),
