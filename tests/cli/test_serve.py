@@ -11,7 +11,7 @@ import pytest
 from kedge.cli import serve as command
 from kedge.engine.echo import EchoEngine
 from kedge.server.tenancy import hashed, load_keys
-from kedge.settings import LimitSettings
+from kedge.settings import LimitSettings, Settings
 from tests.cli.commands import assert_refused, kedge
 
 
@@ -71,6 +71,15 @@ def test_a_new_key_is_one_that_its_own_lines_let_in(tmp_path: Path, name: str) -
 def test_bad_input_is_one_line(listened: list[tuple[Any, ...]], args: list[str], message: str) -> None:
     assert_refused(message, "serve", *args)
     assert not listened
+
+
+def test_auto_is_the_dtype_of_what_was_saved(tmp_path: Path) -> None:
+    server, keys = {"state": tmp_path, "engine_process": False}, load_keys(None, None, LimitSettings())
+    for dtype in ("bfloat16", "auto"):
+        with command.open_engine(Settings(engine={"dtype": dtype}, server=server), keys) as engine:
+            assert engine.inspect()["dtype"] == "bfloat16"
+            engine.save(tmp_path)
+            engine.load(tmp_path)
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(

@@ -291,8 +291,8 @@ class EngineSettings(SettingsSection):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$")] = "auto"
     """`auto` is the GPU where there is one."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto` is that of the weights on a GPU. On a CPU it is float32, but bfloat16 for weights in 16 bits or a GGUF
-    file where that is clearly faster.
+    """`auto` is that of a server's `state`, else of the weights on a GPU. On a CPU it is float32, but bfloat16 for
+    weights in 16 bits or a GGUF file where that is clearly faster.
     """
     block_size: PositiveInt = 16
     """Tokens per block of the device tier."""

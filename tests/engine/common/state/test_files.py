@@ -38,7 +38,7 @@ def save(folder: StateFolder, values: Values) -> list[Entry]:
 
 def saved(path: Path, values: Values, identity: str = OURS) -> list[Entry]:
     """Take a snapshot in a folder; return its entries."""
-    with closing(StateFolder(path, identity)) as folder:
+    with closing(StateFolder(path, identity, "float32")) as folder:
         return save(folder, values)
 
 
@@ -50,7 +50,7 @@ def loaded(path: Path, identity: str = OURS) -> tuple[dict[str, int], list[Damag
         assert (found.tensors["numbers"] == found.data["value"]).all()
         values[found.name[-1]] = found.data["value"]
 
-    with closing(StateFolder(path, identity)) as folder:
+    with closing(StateFolder(path, identity, "float32")) as folder:
         return values, folder.recover(accept)[1]
 
 
@@ -113,7 +113,7 @@ def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # another model or format ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{"identity": THEIRS}, {"format": 1}], ids=str)
+@pytest.mark.parametrize("fields", [{"identity": THEIRS}, {"format": 1}, {"dtype": "bfloat16"}], ids=str)
 def test_state_of_another_model_or_format_is_refused_whole(tmp_path: Path, fields: dict[str, object]) -> None:
     saved(tmp_path, OLD)
     change(tmp_path / MANIFEST, **fields)

@@ -1,6 +1,6 @@
 """A folder that holds one snapshot of what an engine has learned: records, named after their content, and a manifest.
 
-    manifest.json           format, identity of the model, and the files of the snapshot
+    manifest.json           format, dtype and identity of the model, and the files of the snapshot
     <sha256>.safetensors    one pool, one template's prefix segments, or the guard's records of one workflow
     lock                    held by the process that has the folder
     refused-<n>/            what lay here for another model or format, moved there by the first save
@@ -37,6 +37,11 @@ Name = tuple[str, ...]
 _FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}")
 _DAMAGED_DISK = frozenset({errno.ENOENT, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.ELOOP})
 """Errors that mean a damaged file, as opposed to a problem of this process or its permissions"""
+_WHY = {
+    "format": "this engine has {!r}",
+    "dtype": "this engine computes in {}: set dtype to what was saved",
+    "identity": "this engine has {!r}: another model, tokenizer, estimator or dtype",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -62,10 +67,13 @@ class Damage:
 class StateFolder:
     """A folder of records of one identity. Created if missing, and locked until it is closed."""
 
-    def __init__(self, path: Path, identity: str) -> None:
-        """Open and lock the folder. Raises `ConfigError` if another process uses it, and `OSError`."""
+    def __init__(self, path: Path, identity: str, dtype: str | None = None) -> None:
+        """Open and lock the folder; `dtype` is that of its KV. Raises `ConfigError` if another process uses it, and
+        `OSError`.
+        """
         self._lock = lock_folder(path, "state")
-        self._path, self._identity = path, identity
+        own = {"dtype": dtype} if dtype else {}
+        self._path, self._head = path, {"format": FORMAT, **own, "identity": identity}
         self._is_ours = False
         """Whether it is known to hold nothing of another model or format"""
 
@@ -136,7 +144,7 @@ class StateFolder:
     def commit(self, entries: Sequence[Entry]) -> None:
         """Make these entries the snapshot, and delete the files of others. Raises `OSError`."""
         self._claim()
-        body = {"format": FORMAT, "identity": self._identity, "entries": [asdict(entry) for entry in entries]}
+        body = {**self._head, "entries": [asdict(entry) for entry in entries]}
         content, path = json.dumps({**body, "sha256": _digest(body)}, indent=1).encode(), self._path / MANIFEST
         if not (path.is_file() and path.read_bytes() == content):
             self._force()
@@ -158,13 +166,12 @@ class StateFolder:
         if not os.path.lexists(path):
             return []
         try:
+            manifest = _manifest(path)
             with reading(path):
-                manifest = json.loads(path.read_bytes())
-                if manifest.pop("sha256") != _digest(manifest):
-                    raise StateDamaged("state", str(path), "is not what its checksum says")
-                for key, own in (("format", FORMAT), ("identity", self._identity)):
-                    if manifest[key] != own:
-                        raise StateRefused(f"{MANIFEST}: {key}", manifest[key], f"this engine has {own!r}")
+                for key, own in self._head.items():
+                    theirs = manifest.get(key, own) if key == "dtype" else manifest[key]  # once, none was written
+                    if theirs != own:
+                        raise StateRefused(f"{MANIFEST}: {key}", theirs, _WHY[key].format(own))
                 return [_entry(**one) for one in manifest["entries"]]
         except StateDamaged as damage:
             damaged.append(Damage(MANIFEST, (), damage.why))
@@ -192,6 +199,23 @@ class StateFolder:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def saved_dtype(folder: Path) -> str | None:
+    """Return the dtype of the KV in a folder; None where that is not known. Raises `OSError`."""
+    try:
+        return _manifest(folder / MANIFEST).get("dtype")
+    except StateDamaged:  # or there is none yet
+        return None
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """Return what a manifest says. Raises `StateDamaged` and `OSError`."""
+    with reading(path):
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        if manifest.pop("sha256") != _digest(manifest):
+            raise StateDamaged("state", str(path), "is not what its checksum says")
+        return manifest
 
 
 def _digest(body: Mapping[str, Any]) -> str:

@@ -60,7 +60,7 @@ class EngineState:
         it. Without `ask` these are all. Raises `ConfigError` if another process uses the folder, and `OSError`.
         """
         self.folder = folder
-        self._files = StateFolder(folder, identity)
+        self._files = StateFolder(folder, identity, str(like.dtype).removeprefix("torch.") if like else None)
         self._like, self._values, self._ask, self._guard, self._lock = like, values, ask, guard, threading.Lock()
         self._written: dict[Name, tuple[Hashable, Entry]] = {}
         """With the signatures that they were written with; those of the guard with their content"""
