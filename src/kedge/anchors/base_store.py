@@ -1,7 +1,8 @@
 """Base KV that running workflows share: of placeholder values, and of templates' prefix segments."""
 
+import logging
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import NamedTuple
@@ -9,6 +10,8 @@ from typing import NamedTuple
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
 from kedge.types import Namespace, RunKey, SampleId, TenantId, Tokens
+
+logger = logging.getLogger(__name__)
 
 
 class _SampleKey(NamedTuple):
@@ -188,12 +191,20 @@ class BaseStore:
                 return key
         return None
 
-    def prefixes(self, namespace: Namespace, template: str) -> Mapping[int, KVSegment] | None:
-        """Return base KV of a template's prefix segments by segment index; None if there is none."""
+    def prefixes(
+        self, namespace: Namespace, template: str, segments: Collection[int] = ()
+    ) -> Mapping[int, KVSegment] | None:
+        """Return base KV of a template's prefix segments by segment index; None if there is none. It is dropped where
+        that of one of these `segments` is missing, as earlier versions may have saved it: nothing can be learned by it.
+        """
         key = PrefixKey(namespace, template)
         if key not in self._entries or self.is_expected(key):
             return None
         stored = self._used(key)
+        if not stored.parts.keys() >= {*segments}:
+            logger.warning("base KV of template %s lacks segments, as an earlier version saved it: dropped", template)
+            self._drop(key)
+            return None
         stored.held_until = self._moved + self._longest_hold
         return stored.parts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import dropwhile, pairwise
@@ -153,7 +153,7 @@ class Runtime:
         others = [one for one in values if not reads_in_place(request, one)]
         missing = [self._placeholder_need(request, one) for one in others if self._lacks_base(request, one, is_new)]
         later = later_prefixes(placed)
-        if not later or not self._worth_learning(request) or self._bases.prefixes(request.namespace, key) is not None:
+        if not later or not self._worth_learning(request) or self._prefixes(request, placed) is not None:
             return missing
         if not self._has_room(PrefixKey(request.namespace, key), sum(map(len, later)), None, is_new):
             return missing
@@ -177,7 +177,7 @@ class Runtime:
         key, placed = template_key(request), layout(request)
         wanted = (one for one in placed if one.segment.is_placeholder and not request.guard.withholds(one.segment.name))
         values = [one for one in wanted if one.stop > exact_tokens]
-        if later_prefixes(placed) and self._bases.prefixes(request.namespace, key) is None:
+        if later_prefixes(placed) and self._prefixes(request, placed) is None:
             values = [one for one in values if self._moves(one)]
         ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
         paying = [one for one in ready if self.planner.pays(one) and self._lacks_base(request, one, is_new=True)]
@@ -230,7 +230,7 @@ class Runtime:
         One placeholder a step, so that decodes beside it are not held up for long; yields what was measured.
         """
         key, placed = template_key(request), layout(request)
-        prefixes = self._bases.prefixes(request.namespace, key)
+        prefixes = self._prefixes(request, placed)
         if prefixes is None and later_prefixes(placed):
             return
         for here in self._learnable(request, plan):
@@ -262,6 +262,11 @@ class Runtime:
         self._bases.clear()
 
     # which base KV is worth it ---------------------------------------------------------------------------------
+
+    def _prefixes(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> Mapping[int, KVSegment] | None:
+        """Return base KV of the template's later prefix segments, None unless that of all of them is there."""
+        later = [one.index for one in later_prefixes(placed)]
+        return self._bases.prefixes(request.namespace, template_key(request), later)
 
     def _in_place(self, request: GenerateRequest) -> list[Placed]:
         """Return the values whose base KV this prompt's own KV is, where that is not kept yet and others read it."""

@@ -451,7 +451,7 @@ def test_figures_are_json_whatever_was_asked(budget: float) -> None:
     json.dumps(guard.stats(), allow_nan=False)
 
 
-def test_what_is_proved_is_saved_with_the_records() -> None:
+def test_what_is_proved_is_saved_with_the_records(caplog: pytest.LogCaptureFixture) -> None:
     guard, other = proved(), QualityGuard(SETTINGS)
     find(guard, request("a", agent="critic"), MOVED, 10 * BUDGET)
     guard.observe(request("a", tenant="other"), ("a",), CHANGED)
@@ -465,7 +465,7 @@ def test_what_is_proved_is_saved_with_the_records() -> None:
     for proof in (proof for group in groups.values() for proof in group.proofs):
         proof.wording = ""  # as earlier versions saved it
     other.restore(groups)
-    assert other.verdict(request("a")).orders.withholds("a")
+    assert other.verdict(request("a")).orders.withholds("a") and "guard: a proof of critic says not" in caplog.text
 
 
 @pytest.mark.parametrize("data", [

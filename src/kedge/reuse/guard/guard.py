@@ -355,8 +355,12 @@ class QualityGuard:
                     self._epochs[WorkflowAgent(*group, AgentId(agent))] = epoch
                 for agent, placeholder, record in held.records:
                     self._records[GuardKey(WorkflowAgent(*group, AgentId(agent)), placeholder)] = record
-                for proof in (one for one in held.proofs if one.wording):
-                    self._proofs.wordings(WorkflowAgent(*group, AgentId(proof.agent)))[proof.wording] = proof.proof()
+                for proof in held.proofs:
+                    agent_of = WorkflowAgent(*group, AgentId(proof.agent))
+                    if proof.wording:
+                        self._proofs.wordings(agent_of)[proof.wording] = proof.proof()
+                    else:
+                        logger.warning("guard: a proof of %s says not of what wording it is: dropped", proof.agent)
 
     def clear(self) -> None:
         """Forget all records and proofs."""
