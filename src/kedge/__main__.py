@@ -1,4 +1,4 @@
-"""`python -m kedge`: the command without its script"""
+"""`python -m kedge`"""
 
 from kedge.cli.main import app
 
