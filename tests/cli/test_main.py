@@ -96,12 +96,10 @@ def test_a_package_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPat
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    preflight.require_file("--x", file)
-    preflight.require_parent("--x", file)
-    with pytest.raises(ConfigError, match="is a folder, not a file"):
-        preflight.require_file("--x", tmp_path)
-    with pytest.raises(ConfigError, match="is a folder, not a file"):
-        preflight.require_parent("--x", tmp_path)
+    for require in (preflight.require_file, preflight.require_parent):
+        require("--x", file)
+        with pytest.raises(ConfigError, match="is a folder, not a file"):
+            require("--x", tmp_path)
     with pytest.raises(ModelNotFound):
         preflight.require_model(tmp_path)
 
