@@ -176,6 +176,28 @@ def test_neither_a_tool_nor_the_code_that_it_runs_keeps_the_process(tmp_path: Pa
         wait_until(lambda: not any(map(is_alive, codes)))
 
 
+CLOSES = """
+import logging
+from kedge.cli import serve
+from kedge.cli.main import app
+from kedge.engine.echo import EchoEngine
+
+class Told(EchoEngine):
+    def close(self):
+        super().close()
+        logging.getLogger("kedge").info("the engine is closed")
+
+serve.open_engine = lambda settings, _: Told()
+app()"""
+
+
+def test_an_engine_is_closed_before_a_signal_ends_its_server(tmp_path: Path) -> None:
+    """Else vLLM's engine core would go on for ever, with the memory of its GPU, and its last snapshot were lost."""
+    with Process(CLOSES, folder=tmp_path) as running:
+        running.popen.send_signal(signal.SIGTERM)
+        assert running.until("the engine is closed") and running.popen.wait(60) == -signal.SIGTERM
+
+
 FLOW = """
 name: pair
 agents:

@@ -1,5 +1,6 @@
 """`kedge`: the commands and what they share: the version, and errors as one clean line."""
 
+import signal
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from kedge.cli.demo import demo
 from kedge.cli.inspect import inspect
 from kedge.cli.output import terminal
 from kedge.cli.run import run
-from kedge.cli.serve import serve
+from kedge.cli.serve import end_by_signal, serve
 from kedge.errors import KedgeError
 
 EXIT_BAD_INPUT = UsageError.exit_code
@@ -47,6 +48,7 @@ def kedge(
     ] = False,
 ) -> None:
     """Kedge moves KV caches between the prompts of cooperating LLM agents."""
+    signal.signal(signal.SIGTERM, end_by_signal)
 
 
 # A command imports torch and models in its body, so that `kedge --help` is quick.

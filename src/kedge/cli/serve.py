@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import threading
 from functools import partial
 from pathlib import Path
@@ -132,8 +134,13 @@ def _serve(settings: Settings) -> None:
         console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
     with console.status("loading the model"):
         engine = open_engine(settings, keys)
+    ended_by: list[int] = []
     with engine:
-        _listen(engine, server, keys, console)
+        at_once = signal.signal(signal.SIGTERM, lambda number, _: ended_by.append(number))
+        _listen(engine, server, keys, console)  # ends at a signal, and then repeats it
+        signal.signal(signal.SIGTERM, at_once)
+    for number in ended_by:
+        end_by_signal(number)
 
 
 def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Console) -> None:
@@ -152,6 +159,14 @@ def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Cons
     GracefulServer(app, on_failure=_exit_soon, **options).run()
     if engine.failure is not None:
         raise typer.Exit(EXIT_ENGINE_ENDED)
+
+
+def end_by_signal(number: int, _: object = None) -> None:
+    """End this process as a signal does, and vLLM's engine core before: it would go on, with the memory of its GPU."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
 
 
 def _exit_soon() -> None:
