@@ -22,7 +22,7 @@ from kedge.errors import RequestError
 from kedge.server import http as server_http
 from kedge.server.anthropic import MessagesBody
 from kedge.server.responses import ResponsesBody
-from kedge.settings import ServerSettings
+from kedge.settings import LimitSettings, ServerSettings
 from kedge.types import RequestId
 from tests.server.conftest import FLOW, YAML, Served, serving, wait_until
 
@@ -77,6 +77,23 @@ def test_a_body_of_ten_megabytes_is_too_large(http: httpx.Client, served: Served
     content = iter([body[at : at + 65536] for at in range(0, len(body), 65536)]) if chunked else body
     assert refused(http.post(TEXT, content=content, headers=JSON), 413)["code"] == "request_too_large"
     assert any('status="413"' in line and 'tenant="default"' in line for line in metrics(served).splitlines())
+
+
+def test_a_tenants_bodies_that_have_not_come_whole_are_bounded_together() -> None:
+    limits = LimitSettings(requests_in_flight=1)
+    with serving(EchoEngine(), ServerSettings(limits=limits, max_body_bytes=1000)) as served, served.http() as http:
+        [tenant] = served.service.keys.tenants
+        sent = f"{POST}Content-Length: 999\r\n\r\n".encode() + 800 * b" "
+        first, other = served.connect(sent), served.connect(sent)
+        wait_until(lambda: tenant.body_bytes == 1600)
+        error = refused(http.post(TEXT, json={"prompt": "a"}), 429)
+        assert error["message"] == "body=1600: at most 1000 bytes at once are read"
+        other.close()
+        wait_until(lambda: tenant.body_bytes == 800)
+        assert http.post(TEXT, json={"prompt": "a"}).is_success
+        assert refused(http.post(TEXT, json={"prompt": "a" * 1000}), 413)
+        first.close()
+        wait_until(lambda: not tenant.body_bytes)
 
 
 HISTORY = st.recursive(

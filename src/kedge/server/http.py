@@ -45,6 +45,7 @@ from kedge.errors import (
     WorkflowError,
 )
 from kedge.server.logs import CLIENT_GONE
+from kedge.server.tenancy import Tenant
 from kedge.types import Completion, Source
 
 OVERLOADED = "overloaded"
@@ -114,17 +115,20 @@ class TypedRoute(APIRoute):
 
         async def handle_read(request: Request) -> Response:
             service = request.app.state.service
-            service.authenticate(request)
+            tenant, most = service.authenticate(request), service.settings.max_body_bytes
             if request.method == "GET":
                 return await handle(request)
             try:
-                content = request._body = await read_body(request, service.settings.max_body_bytes)
+                await read_body(request, body := bytearray(), most, tenant)
+                content = request._body = bytes(body)
+                if declared:
+                    require_type(request, declared)
+                if self.body_field and len(content) > long_body:
+                    request._json = await service.threads.work(partial(_checked, self.body_field, content))
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
-            if declared:
-                require_type(request, declared)
-            if self.body_field and len(content) > long_body:
-                request._json = await service.threads.work(partial(_checked, self.body_field, content))
+            finally:
+                tenant.body_bytes -= len(body)
             return await handle(request)
 
         return handle_read
@@ -135,18 +139,19 @@ MAX_DRAINED = 16
 BODY_SECONDS = 60.0
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """Return the body. Raises `HTTPException` for one that is too large (413), too slow (408) or of two lengths (400),
-    and `ClientDisconnect`.
+async def read_body(request: Request, body: bytearray, most: int, tenant: Tenant) -> None:
+    """Read the body. Raises `HTTPException` for one that is too large (413), too slow (408) or of two lengths (400),
+    `LimitReached` for more than the tenant may send at once, and `ClientDisconnect`.
     """
     if "transfer-encoding" in request.headers and "content-length" in request.headers:
         raise HTTPException(400, "has two lengths")
-    body, size = bytearray(), 0
+    size = 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.stream():
                 size += len(chunk)
                 if len(body) <= most:
+                    tenant.receive(len(chunk), most)
                     body += chunk
                 if size > MAX_DRAINED * most:
                     break
@@ -154,7 +159,6 @@ async def read_body(request: Request, most: int) -> bytes:
         raise HTTPException(408, "the body did not come in time") from None
     if len(body) > most:
         raise HTTPException(413, f"a body has at most {most} bytes")
-    return bytes(body)
 
 
 def _checked(field: Any, content: bytes) -> Any:

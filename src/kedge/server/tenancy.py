@@ -69,6 +69,8 @@ class Tenant:
     clock: Callable[[], float] = time.monotonic
     in_flight: int = 0
     """Generations and runs that go on"""
+    body_bytes: int = 0
+    """Of bodies that are being read or parsed"""
     workflows: dict[str, Registered] = field(default_factory=dict)
     """By name, in the order in which they came, like its runs"""
     runs: dict[str, Any] = field(default_factory=dict)
@@ -91,6 +93,12 @@ class Tenant:
     def give_back(self, count: int = 1) -> None:
         """Free the room of so many generations."""
         self.in_flight -= count
+
+    def receive(self, count: int, body_bytes: int) -> None:
+        """Count bytes of a body that has come, where each may have `body_bytes`. Raises `LimitReached`."""
+        if self.body_bytes > (most := self.limits.requests_in_flight * body_bytes):
+            raise LimitReached("body", self.body_bytes, f"at most {most} bytes at once are read")
+        self.body_bytes += count
 
     @property
     def quota(self) -> Quota:
