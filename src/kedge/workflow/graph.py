@@ -164,6 +164,10 @@ class Workflow:
     def _by_id(self) -> Mapping[str, Agent]:
         return {agent.id: agent for agent in self.agents}
 
+    @cached_property
+    def _back_edges(self) -> frozenset[tuple[str, str]]:
+        return frozenset(self.loops)
+
     def shortened(self, longest: int) -> Self:
         """Return the workflow with answers of at most `longest` tokens."""
         agents = (replace(one, max_tokens=min(one.max_tokens, longest)) for one in self.agents)
@@ -176,7 +180,7 @@ class Workflow:
             AgentId(agent.id): frozenset(
                 AgentId(read.of)
                 for read in agent.placeholders
-                if _is_current(read) and (read.of, agent.id) not in self.loops
+                if _is_current(read) and (read.of, agent.id) not in self._back_edges
             )
             for agent in self.agents
         }
@@ -197,7 +201,7 @@ class Workflow:
         Not for inputs, which no step makes.
         """
         back = placeholder.turns_back
-        if _is_current(placeholder) and (placeholder.of, step.agent) in self.loops:
+        if _is_current(placeholder) and (placeholder.of, step.agent) in self._back_edges:
             back = 1
         return Step(AgentId(placeholder.of), step.turn - back) if step.turn >= back else None
 
