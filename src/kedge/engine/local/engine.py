@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -233,7 +234,7 @@ class LocalEngine(Engine):
         `policy` replaces that of the settings.
         """
         self = cls.__new__(cls)
-        self.config, self.tokenizer = config, tokenizer
+        self.config, self.tokenizer = config, copy(tokenizer)  # whose `most` is this engine's
         self._start(runner, policy)
         return self
 
