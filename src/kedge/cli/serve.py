@@ -197,7 +197,6 @@ def open_engine(settings: Settings, keys: KeyRing) -> Engine:
 
         quotas = {tenant.id: tenant.quota for tenant in keys.tenants if tenant.quota != Quota()}
         return run.open_engine(settings, keeping=KeepingOptions(settings.server.state, quotas=quotas))
-    require_model(settings.engine.model)
     if settings.engine.dtype == "auto" and (state := settings.server.state):
         from kedge.engine.common.state.files import saved_dtype
 
@@ -206,6 +205,7 @@ def open_engine(settings: Settings, keys: KeyRing) -> Engine:
         settings = settings.model_copy(update={"engine": engine})
     if not settings.server.engine_process:
         return run.open_engine(settings)
+    require_model(settings.engine.model)
     from kedge.engine.process.engine import ProcessEngine
 
     return ProcessEngine(partial(_open_local, settings))

@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable
+from itertools import islice
 from typing import TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -13,8 +14,8 @@ ENTRIES = 1024
 
 def of_largest(entries: Collection[T], owner: Callable[[T], Hashable]) -> T:
     """Return the first entry of the owner that has the most: where one has to go, no owner pushes out another's."""
-    most = max((held := Counter(map(owner, entries))).values())
-    return next(one for one in entries if held[owner(one)] == most)
+    [(largest, _)] = Counter(map(owner, entries)).most_common(1)
+    return next(one for one in entries if owner(one) == largest)
 
 
 class BoundedDict(OrderedDict[K, V]):
@@ -41,9 +42,9 @@ class BoundedDict(OrderedDict[K, V]):
         if len(self) > self._limit:
             gone, owner = [next(iter(self))], self._owner
             if owner is not None:
-                most = owner(of_largest(self, owner))
-                its = [one for one in self if owner(one) == most]
-                gone = its[: 1 + min(self._limit // 256, (len(its) - 1) // 2)]
+                [(largest, held)] = Counter(map(owner, self)).most_common(1)
+                its = (one for one in self if owner(one) == largest)
+                gone = list(islice(its, 1 + min(self._limit // 256, (held - 1) // 2)))
             for key in gone:
                 self._on_evicted(key, self.pop(key))
 

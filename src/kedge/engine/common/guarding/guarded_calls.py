@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isinf
+from operator import attrgetter
 
 from kedge.engine.base import Item, Stream
 from kedge.engine.common.guarding.check import Check, by_placeholder, dense_check, translated_placeholders, trial
@@ -27,7 +28,7 @@ from kedge.reuse.guard.fidelity import RUNGS
 from kedge.reuse.guard.guard import GuardVerdict, QualityGuard
 from kedge.reuse.plan import Sentinel
 from kedge.settings import GuardSettings
-from kedge.structures.bounded import ENTRIES
+from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import (
     Completion,
     FinishReason,
@@ -314,7 +315,7 @@ class GuardedCalls:
         """`submit` is the engine's own: checks are requests, whose guard is off."""
         self._settings, self.guard = settings, QualityGuard(settings)
         self._calls: dict[RequestId, GuardedCall] = {}
-        self._vain = set[WorkflowAgent]()
+        self._vain = BoundedDict[WorkflowAgent, None](ENTRIES, owner=attrgetter("namespace.tenant"))
         """Agents whose last answer had nothing that could be compared, and whose next ones are not asked for it"""
         self.checks = CheckThread(submit, self._judged, settings)
         """To be stopped before the engine ends, and joined once it has ended the stream of the check under way"""
@@ -414,11 +415,9 @@ class GuardedCalls:
             return
         is_trial = bool((rungs := self.guard.to_try(served, call.tried)) and call.tried)
         if not (is_trial or names):
-            if len(self._vain) >= ENTRIES:
-                self._vain.clear()  # each is asked once more
-            self._vain.add(agent)
+            self._vain[agent] = None
             return
-        self._vain.discard(agent)
+        self._vain.pop(agent, None)
         if call.is_checked and is_trial:
             control = self.guard.needs_control(served)
             self.checks.add(trial(served, done, call.tried, rungs, control=control, is_settled=call.is_settled))
