@@ -1,6 +1,6 @@
 """The errors that Kedge raises on purpose. Every message names the key and the bad value."""
 
-from __future__ import annotations
+from typing import Self
 
 
 class KedgeError(Exception):
@@ -68,7 +68,7 @@ class PromptTooLong(RequestError):
     tokens = most = 0
 
     @classmethod
-    def of(cls, key: str, tokens: int, most: int, why: str = "") -> PromptTooLong:
+    def of(cls, key: str, tokens: int, most: int, why: str = "") -> Self:
         """Return the error of a prompt of so many tokens, where there may be at most so many; clients look for it."""
         error = cls(key, tokens, why or f"this model's maximum context length is {most} tokens")
         error.tokens, error.most = tokens, most
@@ -119,7 +119,7 @@ class GenerationFailed(KedgeError):
     """One request's own part raised (planning, sampling, text); it ends, the engine goes on."""
 
     @classmethod
-    def of(cls, request_id: object, when: str, cause: Exception) -> GenerationFailed:
+    def of(cls, request_id: object, when: str, cause: Exception) -> Self:
         """Return the error of a request that ends because `cause` was raised when `when`."""
         failure = cls("request_id", request_id, f"an error was raised when {when}: {cause!r}")
         failure.__cause__ = cause
