@@ -1,7 +1,7 @@
-"""Workflows and step graphs as the text of a Mermaid flowchart."""
+"""Step graphs as the text of a Mermaid flowchart, and what pictures of workflows need."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import yaml
@@ -32,11 +32,9 @@ class Edge(NamedTuple):
         return ", ".join([f"alternative {self.alternative}"] * bool(self.alternative) + odds)
 
 
-def export(flow: Workflow | StepGraph) -> str:
-    """Return the agents of a workflow, or the nodes of a step graph, as a Mermaid flowchart."""
-    if isinstance(flow, Workflow):
-        return mermaid(flow.name, columns(flow), workflow_edges(flow))
-    return mermaid(flow.name, [[node.id for node in lane] for lane in lanes(flow)], step_edges(flow))
+def export(graph: StepGraph) -> str:
+    """Return a step graph as a Mermaid flowchart."""
+    return mermaid(graph.name, [node.id for lane in lanes(graph) for node in lane], step_edges(graph))
 
 
 def columns(workflow: Workflow) -> list[list[AgentId]]:
@@ -75,12 +73,12 @@ def step_edges(graph: StepGraph) -> Iterator[Edge]:
                     yield Edge(name, node.id, is_loop, alternative, odds[name].get(node.id))
 
 
-def mermaid(name: str, columns: Sequence[Sequence[str]], edges: Iterable[Edge]) -> str:
-    """Return a flowchart of nodes by column, from left to right, and the edges between them.
+def mermaid(name: str, nodes: Iterable[str], edges: Iterable[Edge]) -> str:
+    """Return a flowchart of nodes and the edges between them.
 
     Nodes are numbered, since words such as `end` are no ids in Mermaid.
     """
-    ids = {node: f"n{at}" for at, node in enumerate(node for column in columns for node in column)}
+    ids = {node: f"n{at}" for at, node in enumerate(nodes)}
     title = yaml.safe_dump(name, default_style='"', allow_unicode=True, width=float("inf")).strip()
     lines = ["---", f"title: {title}", "---", "flowchart LR"]
     for node, number in ids.items():
