@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 from kedge.bench.flows import TENANT, Flow, FlowWorkload, Sizes, cycle, percentile, single_flow, spread, synthetic_flow
 from kedge.bench.shapes import random_runner
-from kedge.cache import EvictionPolicy, belady
 from kedge.cache.node import TreeNode
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
+from kedge.policies.eviction import EvictionPolicy, belady
 from kedge.settings import DiscoveryMode, DiscoverySettings, EngineSettings, ThrottledTiers
 from kedge.types import (
     AgentId,

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kedge.cache import CacheManager, Copied, Copy, Direction, Lease, steps_to_execution
+from kedge.cache import CacheManager, Copied, Copy, Direction, Lease
 from kedge.cache.node import State
-from kedge.policies.eviction import EvictionPolicy
+from kedge.policies.eviction import EvictionPolicy, steps_to_execution
 from kedge.policies.prefetch import PREFETCH_WINDOW
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId

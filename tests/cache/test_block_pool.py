@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.cache import BlockPool
+from kedge.cache.block_pool import BlockPool
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
 
 

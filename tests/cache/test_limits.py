@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.cache import lru
 from kedge.cache.node import HOST
 from kedge.errors import OutOfBlocks
+from kedge.policies.eviction import lru
 from kedge.types import Namespace
 from tests.cache.helpers import NS, World
 

@@ -2,7 +2,7 @@
 
 import math
 
-from kedge.cache import lru
+from kedge.policies.eviction import lru
 from tests.cache.helpers import NS, World
 
 

@@ -3,9 +3,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kedge.cache import CacheManager, lru, steps_to_execution
+from kedge.cache import CacheManager
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
-from kedge.policies.eviction import EvictionPolicy
+from kedge.policies.eviction import EvictionPolicy, lru, steps_to_execution
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId
 

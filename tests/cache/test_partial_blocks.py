@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from kedge.cache import CacheManager, Lease, lru
+from kedge.cache import CacheManager, Lease
+from kedge.policies.eviction import lru
 from kedge.types import Source, Span
 from tests.cache.helpers import NS, World
 

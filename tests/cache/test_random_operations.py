@@ -10,10 +10,10 @@ import random
 
 import pytest
 
-from kedge.cache import Lease, belady, lru, steps_to_execution
+from kedge.cache import Lease
 from kedge.cache.node import HOST, State
 from kedge.errors import OutOfBlocks
-from kedge.policies.eviction import EvictionPolicy
+from kedge.policies.eviction import EvictionPolicy, belady, lru, steps_to_execution
 from kedge.types import Namespace, RequestId
 from tests.cache.helpers import World
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from kedge.cache import Copied, lru
+from kedge.cache import Copied
 from kedge.cache.node import State
 from kedge.errors import PlanError
+from kedge.policies.eviction import lru
 from kedge.types import Namespace, Source, Span
 from tests.cache.helpers import NS, World
 

@@ -18,36 +18,17 @@
 Every bad value raises a `ConfigError` that names its key and the value.
 """
 
-from kedge.settings.loading import Settings
-from kedge.settings.sections import (
-    AnchorSettings,
-    DiscoveryMode,
-    DiscoverySettings,
-    EngineSettings,
-    GuardSettings,
-    LimitSettings,
-    PlannerConstants,
-    PlannerSettings,
-    QuotaSettings,
-    ServerSettings,
-    SettingsSection,
-    ThrottledTiers,
-    TierSettings,
-)
-
-__all__ = [
-    "AnchorSettings",
-    "DiscoveryMode",
-    "DiscoverySettings",
-    "EngineSettings",
-    "GuardSettings",
-    "LimitSettings",
-    "PlannerConstants",
-    "PlannerSettings",
-    "QuotaSettings",
-    "ServerSettings",
-    "Settings",
-    "SettingsSection",
-    "ThrottledTiers",
-    "TierSettings",
-]
+from kedge.settings.loading import Settings as Settings
+from kedge.settings.sections import AnchorSettings as AnchorSettings
+from kedge.settings.sections import DiscoveryMode as DiscoveryMode
+from kedge.settings.sections import DiscoverySettings as DiscoverySettings
+from kedge.settings.sections import EngineSettings as EngineSettings
+from kedge.settings.sections import GuardSettings as GuardSettings
+from kedge.settings.sections import LimitSettings as LimitSettings
+from kedge.settings.sections import PlannerConstants as PlannerConstants
+from kedge.settings.sections import PlannerSettings as PlannerSettings
+from kedge.settings.sections import QuotaSettings as QuotaSettings
+from kedge.settings.sections import ServerSettings as ServerSettings
+from kedge.settings.sections import SettingsSection as SettingsSection
+from kedge.settings.sections import ThrottledTiers as ThrottledTiers
+from kedge.settings.sections import TierSettings as TierSettings

@@ -29,12 +29,12 @@ from benchmarks.workflow.measure import (
 )
 from kedge.bench.flows import FlowWorkload, Sizes, single_flow
 from kedge.bench.shapes import random_runner
-from kedge.cache import CacheManager, Direction, Readiness, lru
+from kedge.cache import CacheManager, Direction, Readiness
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
-from kedge.policies.eviction import steps_to_execution
+from kedge.policies.eviction import lru, steps_to_execution
 from kedge.policies.sessions import TurnEnd
 from kedge.settings import TierSettings
 from kedge.types import GenerateRequest, Namespace

@@ -5,8 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.policies.sessions import Guard
-from kedge.policies.sessions.guard import StepShadow
+from kedge.policies.sessions.guard import Guard, StepShadow
 from tests.policies.sessions.test_links import chain
 
 Prompts = list[tuple[int, list[int], float]]

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kedge.hints.actions import ActionOutcome, ActionResult
-from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, SessionTracker, Turn, TurnEnd
+from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, Turn, TurnEnd
 from kedge.policies.sessions.ledger import GIVEN_UP, LATER, NAMELESS, UNKNOWN
+from kedge.policies.sessions.tracker import SessionTracker
 from kedge.types import AgentKey, GenerateRequest, Namespace, Segment, TurnHints, WorkflowAgent
 from kedge.workflow.steps import NextRun
 from tests.policies.sessions.test_links import HERE, THERE, chain

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.policies.sessions import SessionHints, SessionKey, SessionTracker, TurnEnd
-from kedge.policies.sessions.tracker import BORROWED, EDGES, KEPT, PRIOR, ReturnTimes, best_rate, bin_of
+from kedge.policies.sessions import SessionHints, SessionKey, TurnEnd
+from kedge.policies.sessions.tracker import BORROWED, EDGES, KEPT, PRIOR, ReturnTimes, SessionTracker, best_rate, bin_of
 from kedge.policies.sessions.turns import UNKNOWN_END
 from tests.policies.sessions.test_links import HERE, HERE_TOO, THERE, chain
 

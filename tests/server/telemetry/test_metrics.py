@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kedge.cache import CacheStats
+from kedge.cache.tiers import CacheStats
 from kedge.engine.echo import EchoEngine
 from kedge.errors import EngineClosed
 from kedge.server import metrics as server_metrics

@@ -18,7 +18,7 @@ from kedge.anchors.base_store import BaseStore
 from kedge.anchors.offsets import empty_table, no_offsets
 from kedge.anchors.store import AnchorStore
 from kedge.anchors.translator import Translate, Translation, translate_into
-from kedge.cache import CacheManager, EvictionPolicy
+from kedge.cache import CacheManager
 from kedge.discovery import PlainRequests
 from kedge.engine.common.model_folder import model_path, pick_device, pick_dtype, read_config
 from kedge.engine.local.learning import Learning
@@ -36,7 +36,7 @@ from kedge.kv.copy import PoolCopier, host_pools
 from kedge.kv.segment import KVSegment
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.models import default_model
-from kedge.policies.eviction import policy_of
+from kedge.policies.eviction import EvictionPolicy, policy_of
 from kedge.reuse.costs import LONGEST, REPEATS, EngineCosts
 from kedge.reuse.runtime import Runtime
 from kedge.settings import EngineSettings, ThrottledTiers

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self, TypeVar
 
-from kedge.cache import EvictionPolicy
 from kedge.engine.base import Engine, Quota
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
@@ -37,6 +36,7 @@ from kedge.engine.validation import require_advice, require_new_id, require_sens
 from kedge.errors import EngineClosed, Overloaded, RequestError, WrongThread
 from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
+from kedge.policies.eviction import EvictionPolicy
 from kedge.reuse.costs import GRACE
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints

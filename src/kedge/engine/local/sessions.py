@@ -5,9 +5,9 @@ the fixed part of every agent's prompt (KVFlow, section 3.3).
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from kedge.cache import CacheManager, EvictionPolicy
+from kedge.cache import CacheManager
 from kedge.hints.actions import ActionOutcome
-from kedge.policies.eviction import lru
+from kedge.policies.eviction import EvictionPolicy, lru
 from kedge.policies.fixed_prompts import FixedLengths
 from kedge.policies.sessions import NO_SESSIONS, SessionHints, SessionLedger, Turn, TurnEnd, refused
 from kedge.structures.prefixes import chain_of
