@@ -27,7 +27,6 @@ from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.errors import ConfigError
-from kedge.policies.eviction import EvictionPolicy, belady
 from kedge.settings import DiscoveryMode, DiscoverySettings, EngineSettings, ThrottledTiers
 from kedge.types import (
     AgentId,
@@ -305,11 +304,13 @@ class Oracle:
         prefix = node.prefix()
         return min((self._next_turn(at, prefix) for at in range(len(self._flows))), default=math.inf)
 
+    def evicting(self, node: TreeNode) -> tuple[float, float]:
+        """Evict first what is used again last."""
+        return -self.next_use(node), node.last_access
+
     def _next_turn(self, at: int, prefix: bytes) -> float:
         users = {agent for agent, fixed in self._fixed[at].items() if fixed.startswith(prefix)}
-        if not users:
-            return math.inf
-        turns = range(self._turns[at] + 1, self._turns[at] + 1 + HORIZON)
+        turns = range(self._turns[at] + 1, self._turns[at] + 1 + (HORIZON if users else 0))
         return next((float(turn) for turn in turns if self._flows[at].agent(turn) in users), math.inf)
 
 
@@ -372,7 +373,7 @@ class Lane(AbstractContextManager["Lane"]):
     ) -> None:
         """Open the engine. `throttle`: seconds that a block takes from one tier to the other."""
         oracle = Oracle(workload.flows)
-        evict: EvictionPolicy | None = belady(oracle.next_use) if policy.evict == "belady" else None
+        evict: Any = oracle.evicting if policy.evict == "belady" else None
         self.engine = LocalEngine.from_runner(runner, tokenizer, engine_config(policy, workload, throttle), evict)
         self.engine.query(lambda parts: setattr(parts.scheduler, "lets_pass", policy.status_aware))
         if not policy.prefetch:

@@ -13,7 +13,7 @@ import pytest
 from kedge.cache import Lease
 from kedge.cache.node import HOST, State
 from kedge.errors import OutOfBlocks
-from kedge.policies.eviction import EvictionPolicy, belady, lru, steps_to_execution
+from kedge.policies.eviction import EvictionPolicy, lru, steps_to_execution
 from kedge.types import Namespace, RequestId
 from tests.cache.helpers import World
 
@@ -161,7 +161,7 @@ DRIVERS = [
     (steps_to_execution(), 9, 1, 1, None),
     (steps_to_execution(virtual_step=2.0), 5, 0, 1, None),
     (lru, 9, None, 1, None),
-    (belady(lambda node: float(sum(node.prefix()) % 7)), 9, 1, 1, None),
+    (lambda node: (float(sum(node.prefix()) % 7), node.last_access), 9, 1, 1, None),
     (steps_to_execution(), 0, 1, 1, None),
     (lru, 5, 1, 3, None),
     (steps_to_execution(), 12, 1, 1, 5),

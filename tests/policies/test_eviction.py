@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kedge.policies.eviction import EvictionPolicy, belady, distance, steps_to_execution
+from kedge.policies.eviction import EvictionPolicy, distance, steps_to_execution
 from kedge.policies.prefetch import CostModel, UnitCost, is_within, may_replace
 
 
@@ -30,12 +30,6 @@ def test_a_fixed_prompt_inside_a_suffix_is_a_fixed_prompt() -> None:
     inside, suffix = Leaf(1, step=9, varying=True), Leaf(2, varying=True)
     assert order(steps_to_execution(), inside, suffix) == [2, 1]
     assert (distance(inside), distance(suffix), distance(Leaf(3), 5.0)) == (9, math.inf, 5.0)
-
-
-def test_belady_evicts_what_is_used_again_last() -> None:
-    uses = {1: 30.0, 2: math.inf, 3: 10.0, 4: 20.0}
-    policy = belady(lambda node: uses[node.last_access])
-    assert order(policy, *map(Leaf, uses)) == [2, 1, 4, 3]
 
 
 # what may be evicted for what, and what a load has to beat ------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from kedge.settings import TierSettings
 from kedge.settings.sections import VIRTUAL_STEP
@@ -67,12 +67,3 @@ def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> EvictionPolicy:
 def policy_of(tiers: TierSettings) -> EvictionPolicy:
     """Return the eviction policy that the settings name."""
     return lru if tiers.policy == "lru" else steps_to_execution(tiers.unlabelled_step)
-
-
-def belady(next_use: Callable[[Any], float]) -> EvictionPolicy:
-    """Evict first what is used again last: an oracle for benchmarks.
-
-    `next_use` gives the time at which a tree node is used next, on a clock that stays the same until it is (so not "in
-    how many requests"), and `inf` for never.
-    """
-    return lambda node: (-next_use(node), node.last_access)
