@@ -39,7 +39,7 @@ class Service:
         self._tenants = {one.id: one for one in keys.tenants}
         chosen = {one.id: one.keep_texts for one in keys.tenants if one.keep_texts is not None}
         self.history = History(keeps_texts=lambda tenant: chosen.get(tenant, settings.keep_texts), count=self._finished)
-        self.engine = WatchedEngine(engine, self.history)
+        self.engine: Engine = WatchedEngine(engine, self.history)
         self.settings, self.keys, self.tracing = settings, keys, tracing
         self.model_name = settings.model_name or BUNDLED_MODEL
         self.is_ending = False

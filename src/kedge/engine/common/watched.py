@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-from kedge.engine.base import Engine, Item, Quota, Stream
+from kedge.engine.base import Engine, Item, Stream
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.validation import sensible_hints
-from kedge.hints.actions import ActionOutcome
-from kedge.types import (
-    Completion,
-    GenerateRequest,
-    Namespace,
-    RequestId,
-    RunKey,
-    TenantId,
-    Tokens,
-    TurnHints,
-)
+from kedge.types import Completion, GenerateRequest, RequestId, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
 
@@ -44,53 +35,31 @@ class Watcher:
 class WatchedEngine(Engine):
     """An `Engine` that forwards every call to `engine` and reports requests and forecasts to `watcher`."""
 
+    failure: Any = property(attrgetter("_engine.failure"))
+    advise: Any = property(attrgetter("_engine.advise"))
+    cancel: Any = property(attrgetter("_engine.cancel"))
+    close: Any = property(attrgetter("_engine.close"))
+    end_run: Any = property(attrgetter("_engine.end_run"))
+    inspect: Any = property(attrgetter("_engine.inspect"))
+    inspect_tenants: Any = property(attrgetter("_engine.inspect_tenants"))
+    limit: Any = property(attrgetter("_engine.limit"))
+    prepare: Any = property(attrgetter("_engine.prepare"))  # without a report: the request itself will come
+    traffic: Any = property(attrgetter("_engine.traffic"))
+    wait_idle: Any = property(attrgetter("_engine.wait_idle"))
+
     def __init__(self, engine: Engine, watcher: Watcher) -> None:
         self._engine, self._watcher = engine, watcher
         self.tokenizer, self.state = engine.tokenizer, engine.state
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self._engine.failure
 
     def submit(self, request: GenerateRequest) -> WatchedStream:
         stream = self._engine.submit(request)
         self._watcher.submitted(request)
         return WatchedStream(stream, request.tenant, self._watcher)
 
-    def prepare(self, request: GenerateRequest) -> None:
-        """Forward a hint. The watcher gets no report: the request itself will come."""
-        self._engine.prepare(request)
-
-    def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        return self._engine.advise(namespace, hints)
-
-    def limit(self, tenant: TenantId, quota: Quota) -> None:
-        self._engine.limit(tenant, quota)
-
-    def inspect(self) -> Mapping[str, Any]:
-        return self._engine.inspect()
-
-    def inspect_tenants(
-        self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
-    ) -> Mapping[str, Any]:
-        return self._engine.inspect_tenants(owns, prompts)
-
-    def traffic(self, owns: Callable[[Namespace], bool]) -> Mapping[str, Any] | None:
-        return self._engine.traffic(owns)
-
-    def cancel(self, request_id: RequestId) -> bool:
-        return self._engine.cancel(request_id)
-
-    def end_run(self, run: RunKey) -> None:
-        self._engine.end_run(run)
-
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
         changes, prompts = sensible_hints(changes, prompts)
         self._engine.forecast(changes, prompts)
         self._watcher.forecast(changes)
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 class WatchedStream(TokenStream):
