@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from kedge.errors import ConfigError
-from kedge.integrations.ray_serve.affinity import Affinity, Caller, read_caller, rendezvous
-from kedge.types import Namespace
+from kedge.integrations.ray_serve.affinity import Affinity, read_caller, rendezvous
+from kedge.types import GenerateRequest, TurnHints
 
 IDLE = {"east": 0, "north": 0, "west": 0}
 
 
-def caller(run: str = "r", agent: str = "a", **more: str) -> Caller:
-    return Caller(run=run, agent=agent, workflow="w", **more)  # type: ignore[arg-type]
+def caller(run: str = "r", agent: str = "a", **more: Any) -> GenerateRequest:
+    return GenerateRequest((), run=run, agent=agent, **{"workflow": "w", **more})  # type: ignore[arg-type]
 
 
-def send(affinity: Affinity, who: Caller, loads: Mapping[str, int] = IDLE) -> str:
+def send(affinity: Affinity, who: GenerateRequest, loads: Mapping[str, int] = IDLE) -> str:
     """The replica that a call is sent to and accepted by."""
     best = affinity.order(who, loads)[0]
     affinity.expect(who, best)
@@ -55,7 +55,7 @@ def test_of_two_replicas_with_the_fixed_prompt_the_less_busy_one_is_taken() -> N
     assert affinity.order(caller("r3"), {home: 0, other: 1, third: 0}) == [home, other, third]
 
 
-@pytest.mark.parametrize("other", [{"namespace": Namespace("t2")}, {"client": "c2"}])
+@pytest.mark.parametrize("other", [{"tenant": "t2"}, {"client": "c2"}])
 def test_the_same_run_id_of_another_tenant_or_client_is_another_run(other: dict[str, Any]) -> None:
     affinity = Affinity(spill=0)
     home = send(affinity, caller())
@@ -88,7 +88,7 @@ def test_calls_that_come_at_the_same_time_spread_before_any_has_arrived() -> Non
 def test_an_ended_run_is_forgotten() -> None:
     affinity = Affinity(spill=0)
     home = send(affinity, caller())
-    affinity.routed(Caller(run="r", agent="a", workflow="w", final=True), home)  # type: ignore[arg-type]
+    affinity.routed(caller(turn=TurnHints(is_last=True)), home)
     assert not affinity._homes
 
 
@@ -119,7 +119,7 @@ def test_load_stays_within_the_margin_and_few_runs_move() -> None:
             running.pop(rng.randrange(len(running)))
         number = rng.randrange(60)
         loads = {name: running.count(name) for name in IDLE}
-        chosen = send(affinity, Caller(workflow=f"w{number % 6}", run=f"r{number}", agent="a"), loads)  # type: ignore[arg-type]
+        chosen = send(affinity, caller(f"r{number}", workflow=f"w{number % 6}"), loads)
         assert loads[chosen] <= min(loads.values()) + 3
         moved += homes.get(f"r{number}", chosen) != chosen
         homes[f"r{number}"] = chosen
@@ -128,8 +128,10 @@ def test_load_stays_within_the_margin_and_few_runs_move() -> None:
 
 
 def test_a_caller_is_read_as_the_plug_in_reads_it() -> None:
-    hints = {"client": "c", "workflow": "w", "run": "r", "agent": "a", "final": True, "steps": {"a": 0}}
-    assert read_caller({"kedge": hints}, "acme") == Caller(Namespace("acme"), "c", "w", "r", "a", True)  # type: ignore[arg-type]
+    hints = {"client": "c", "workflow": "w", "run": "r", "agent": "a", "final": "true", "steps": {"a": 0}}
+    found = read_caller({"kedge": hints}, "acme")
+    assert found and (str(found.namespace), found.workflow, found.turn.is_last) == ("acme", "w", True)
+    assert (found.run_key, found.agent) == ((("acme", ""), "c", "r"), "a")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +141,7 @@ def test_invalid_hints_name_no_caller(params: object) -> None:
     assert read_caller(params, 5) is None
 
 
-def test_a_session_is_a_run() -> None:
-    assert read_caller(None, None, "s") == Caller(run="s")  # type: ignore[arg-type]
-    assert read_caller({"kedge": {"run": "r"}}, None, "s") == Caller(run="r")  # type: ignore[arg-type]
+@pytest.mark.parametrize(("run", "expected"), [("r", "r"), (None, "s"), ("", "s"), (7, "s"), ("x" * 257, "s")])
+def test_a_session_is_the_run_of_a_caller_that_names_none(run: object, expected: str) -> None:
+    found = read_caller({"kedge": {"run": run}}, "x" * 257, "s")
+    assert found and found.run_key == (("default", ""), "", expected)

@@ -7,69 +7,40 @@ latency only: every replica gives a call the same answer.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
 
 from kedge.errors import ConfigError
-from kedge.hints.values import read_text
+from kedge.integrations.vllm.plugin.hints import read_hints, short
 from kedge.structures.bounded import BoundedDict
-from kedge.types import AgentId, Namespace, RunId, TenantId, WorkflowId
-from kedge.workflow.forecast import RunKey
+from kedge.types import GenerateRequest, ReuseMode, RunId, RunKey
 
 Template = tuple[str, ...]
 """The key of a fixed prompt: (tenant, workflow, agent), or (tenant, client, run) for a caller who names neither."""
+WHO = ("client", "workflow", "run", "agent", "final")
+"""Hints that say who calls; of the others a prompt's segments may be many"""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """A call's tenant, client, workflow, run and agent; a name without a hint is empty."""
-
-    namespace: Namespace = Namespace(TenantId("default"))
-    client: str = ""
-    workflow: WorkflowId = WorkflowId("")
-    run: RunId = RunId("")
-    agent: AgentId = AgentId("")
-    final: bool = False
-    """Whether the run ends with this call"""
-
-    @property
-    def run_key(self) -> RunKey | None:
-        """The run that the call belongs to, None where it names none."""
-        return RunKey(self.namespace, self.client, self.run) if self.run else None
-
-    @property
-    def template(self) -> Template:
-        """The agent's template as a key, which calls with the same fixed prompt share."""
-        if self.workflow or self.agent:
-            return (str(self.namespace), self.workflow, self.agent)
-        return (str(self.namespace), self.client, self.run)
+def template_of(caller: GenerateRequest) -> Template:
+    """Return the agent's template as a key, which calls with the same fixed prompt share."""
+    names = (caller.workflow, caller.agent) if caller.workflow or caller.agent else (caller.client, caller.run)
+    return str(caller.namespace), *names
 
 
-def read_caller(params: object, salt: object, session: str = "") -> Caller | None:
-    """Return the caller that `kv_transfer_params` name; None where they name no run, workflow or agent.
+def read_caller(params: object, salt: object, session: str = "") -> GenerateRequest | None:
+    """Return who calls by `kv_transfer_params`, as a request without its prompt, read as the plug-in reads it; None
+    where they name no run, workflow or agent.
 
     `salt` is vLLM's `cache_salt`, which names the tenant. `session` is Ray Serve's session id, from a header: the run
     of a caller whose hints have none. A name that is not accepted is ignored.
     """
     field = params.get("kedge") if isinstance(params, Mapping) else None
-    hints: Mapping[str, Any] = field if isinstance(field, Mapping) else {}
-    caller = Caller(
-        namespace=Namespace.parse(_name(salt) or "default"),
-        client=_name(hints.get("client")),
-        workflow=WorkflowId(_name(hints.get("workflow"))),
-        run=RunId(_name(hints.get("run")) or _name(session)),
-        agent=AgentId(_name(hints.get("agent"))),
-        final=hints.get("final") is True,
-    )
+    named = {name: field.get(name) for name in WHO} if isinstance(field, Mapping) else {}
+    tenant, own = (one if isinstance(one, str) and short(one) == one else "" for one in (salt, session))
+    hinted = read_hints("", (), tenant, {"kedge": named}, ReuseMode.EXACT)
+    assert hinted is not None
+    caller = replace(hinted.request, run=hinted.request.run or RunId(own))
     return caller if caller.run or caller.workflow or caller.agent else None
-
-
-def _name(value: object) -> str:
-    try:
-        return read_text(value)
-    except ValueError:
-        return ""
 
 
 class Affinity:
@@ -91,7 +62,7 @@ class Affinity:
         """Number of fixed prompts by replica"""
         self._holders = BoundedDict[Template, frozenset[str]](most_templates, lambda _, on: self._held.subtract(on))
 
-    def order(self, caller: Caller, loads: Mapping[str, int]) -> list[str]:
+    def order(self, caller: GenerateRequest, loads: Mapping[str, int]) -> list[str]:
         """Return the replicas, best first. `loads` has the length of each one's queue.
 
         A replica that is not too busy comes before one that is. Among equals the order is: the home of the run; one
@@ -99,31 +70,31 @@ class Affinity:
         used evenly; the least busy; and by rendezvous hashing, so that routers without any history agree.
         """
         room = min(loads.values(), default=0) + self._spill
-        home = self._homes.get(caller.run_key) if caller.run_key else None
-        holders = self._holders.get(caller.template, frozenset())
+        home = self._homes.get(caller.run_key) if caller.run else None
+        holders = self._holders.get(template_of(caller), frozenset())
 
         def rank(replica: str) -> tuple[bool, bool, bool, int, int, int]:
             holds, load = replica in holders, loads[replica]
             held = 0 if holds else self._held[replica]
-            return load > room, replica != home, not holds, held, load, -rendezvous(caller.template, replica)
+            return load > room, replica != home, not holds, held, load, -rendezvous(template_of(caller), replica)
 
         return sorted(loads, key=rank)
 
-    def expect(self, caller: Caller, replica: str) -> None:
+    def expect(self, caller: GenerateRequest, replica: str) -> None:
         """Note that a call will go to this replica: a fixed prompt that none holds counts there from now on, so that
         simultaneous calls spread.
         """
-        if caller.template not in self._holders:
-            self._hold(caller.template, replica)
+        if template_of(caller) not in self._holders:
+            self._hold(template_of(caller), replica)
 
-    def routed(self, caller: Caller, replica: str) -> None:
+    def routed(self, caller: GenerateRequest, replica: str) -> None:
         """Note that a call went to this replica, which holds its run and its agent's fixed prompt from now on."""
-        if caller.run_key:
-            if caller.final:
+        if caller.run:
+            if caller.turn.is_last:
                 self._homes.pop(caller.run_key, None)
             else:
                 self._homes[caller.run_key] = replica
-        self._hold(caller.template, replica)
+        self._hold(template_of(caller), replica)
 
     def retain(self, replicas: Collection[str]) -> None:
         """Drop all replicas but these, with what they held. Their runs continue wherever they are sent next."""

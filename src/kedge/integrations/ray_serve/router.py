@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kedge.errors import ConfigError
-from kedge.integrations.ray_serve.affinity import Affinity, Caller, read_caller
+from kedge.integrations.ray_serve.affinity import Affinity, read_caller
+from kedge.types import GenerateRequest
 
 try:
     from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -63,7 +64,7 @@ class RunRouter(RequestRouter):
         return {replica.replica_id.unique_id: lengths.get(replica.replica_id) or 0 for replica in replicas}
 
 
-def caller_of(request: PendingRequest) -> Caller | None:
+def caller_of(request: PendingRequest) -> GenerateRequest | None:
     """Return the caller of a request, whose first argument is vLLM's request body or has no hints.
 
     Its session is the header's or, without one, OpenAI's `prompt_cache_key`, which asks for affinity and nothing else.
