@@ -41,11 +41,9 @@ class Learning:
         self._runtime, self._cache, self._storage, self._release = runtime, cache, storage, release
         self._jobs, self._longest = jobs, longest
         self.backlog = Backlog[RequestSequence](
-            runtime.end_run, lambda one: one.key not in self._wanted, self._over, MAX_PENDING
+            runtime.end_run, lambda one: all(job.wanted_by != one.key for job in jobs), self._over, MAX_PENDING
         )
         self.budget = LearningBudget()
-        self._wanted = Counter[RequestId | None]()
-        """Base prefills of each request that are queued or under way"""
         self._counts = Counter[str]()
 
     # requests -------------------------------------------------------------------------------------------------
@@ -140,17 +138,12 @@ class Learning:
             key = RequestId(f"base-{new_request_id()}")
             queued = BaseJob(key, need.namespace, tokens, keep=need.keep, wanted_by=sequence.key)
             self._jobs.append(queued)
-            self._wanted[sequence.key] += 1
         return queued
-
-    def _remove(self, job: BaseJob) -> None:
-        self._jobs.remove(job)
-        self._wanted -= Counter([job.wanted_by])
 
     def done(self, job: BaseJob) -> None:
         """Keep the base KV of a finished prefill."""
         assert job.table is not None
-        self._remove(job)
+        self._jobs.remove(job)
         try:
             job.keep(partial(self._storage.read, job.table))
             self._counts["base_prefills_done"] += 1
@@ -163,7 +156,7 @@ class Learning:
         """Give up a base prefill; requests that need it ask again."""
         if job.admitted:
             self._cache.abort(job.key)
-        self._remove(job)
+        self._jobs.remove(job)
         self._counts["base_prefills_dropped"] += 1
 
     def reclaim_job(self) -> bool:
