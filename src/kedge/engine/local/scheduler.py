@@ -76,22 +76,11 @@ class FairQueue(Generic[T]):
 
         O(n log tenants) for all n items, and lazy: the first few cost little. The queue must not change meanwhile.
         """
-        left = {tenant: iter(queue.in_order) for tenant, queue in self._queues.items()}
-        heads = {tenant: next(items) for tenant, items in left.items()}
-        heap = [(*self._rank(tenant), tenant) for tenant in self._queues]
-        heapq.heapify(heap)
-        while heap:
-            counter, cost, _, tenant = heap[0]
-            yield heads[tenant]
-            if (following := next(left[tenant], None)) is not None:
-                heads[tenant], its = following, self._waiting[following]
-                heapq.heapreplace(heap, (counter + cost, its.cost, its.arrival, tenant))
-            else:
-                heapq.heappop(heap)
+        return (item for *_, item in heapq.merge(*map(self._ranked, self._queues)))
 
     def heads(self) -> list[T]:
         """Return the next item of every tenant, in the order of service. O(tenants log tenants)."""
-        return [self._queues[tenant].in_order[0] for tenant in sorted(self._queues, key=self._rank)]
+        return [item for *_, item in sorted(next(self._ranked(tenant)) for tenant in self._queues)]
 
     def push(self, item: T, tenant: TenantId, cost: int, *, is_first: bool = False) -> None:
         """Add an item that does not wait yet, and will cost about `cost` tokens (above 0), before all others of its
@@ -125,10 +114,15 @@ class FairQueue(Generic[T]):
         """Charge a tenant for service beyond `take`, such as the tokens of an answer."""
         self._counters[tenant] = self._counters.get(tenant, self._least()) + tokens
 
-    def _rank(self, tenant: TenantId) -> tuple[float, float, int]:
-        """Return the rank of a tenant, least first: of equal counters the cheaper item, then the older one."""
-        head = self._waiting[self._queues[tenant].in_order[0]]
-        return self._counter(tenant), head.cost, head.arrival
+    def _ranked(self, tenant: TenantId) -> Iterator[tuple[float, float, int, T]]:
+        """Yield a tenant's items in order, each with its rank once those before it were served, least first: of equal
+        counters the cheaper item, then the older one.
+        """
+        counter = self._counter(tenant)
+        for item in self._queues[tenant].in_order:
+            _, cost, arrival = self._waiting[item]
+            yield counter, cost, arrival, item
+            counter += cost
 
     def _least(self) -> float:
         """Return the least counter of tenants that wait, to which newcomers are lifted."""
