@@ -14,7 +14,7 @@ from kedge.engine.local.attention.paged import (
     Scoring,
     SequenceSlice,
     _attend,
-    _attend_causal,
+    _attend_in_parts,
     _attend_latents,
     _attend_lower_right,
     _attend_one,
@@ -96,7 +96,7 @@ def test_a_gpu_sees_the_same_of_a_chunk(queries: int) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, count, DIM) for count in (queries, 40, 40))
     got = _attend_lower_right(query, key, value, SCALE)
-    torch.testing.assert_close(got, _attend_causal(query, key, value, SCALE), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, _attend_in_parts(query, key, value, None, SCALE), atol=1e-5, rtol=1e-5)
 
 
 RANK, ROTATED, VALUE = 24, 4, 10

@@ -298,12 +298,11 @@ def _attend(query: Tensor, pools: tuple[Tensor, Tensor], sequence: SequenceSlice
     grouped = query.reshape(len(key), groups, *query.shape[1:])
     key, value = (x[:, None].expand(-1, groups, -1, -1) for x in (key, value))
     is_causal = sequence.contiguous and how.window is None
-    if how.sinks is not None:
+    if how.sinks is not None or (is_causal and query.device.type == "cpu"):
         mask = None if is_causal else sequence.mask(how.window, query.dtype)
-        out = _attend_with_sinks(grouped, key, value, mask, how.scaling, how.sinks)
+        out = _attend_in_parts(grouped, key, value, mask, how.scaling, how.sinks)
     elif is_causal:
-        attend = _attend_causal if query.device.type == "cpu" else _attend_lower_right
-        out = attend(grouped, key, value, how.scaling)
+        out = _attend_lower_right(grouped, key, value, how.scaling)
     else:
         out = _attend_masked(grouped, key, value, sequence, how)
     return out.flatten(0, 1).transpose(0, 1)
@@ -334,35 +333,19 @@ def _attend_written_out(query: Tensor, pools: tuple[Tensor, Tensor], sequence: S
     return torch.cat(outs, dim=1).transpose(0, 1)
 
 
-def _attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor
+def _attend_in_parts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return attention [kv_heads, group, tokens, head_dim] beside sinks [heads]; without a mask it is causal."""
-    if mask is None:
-        outs, sums = _causal_parts(query, key, value, scaling)
-    else:
-        outs, sums = ([one] for one in _flash(query, key, value, attn_mask=mask, scale=scaling))
-    return _joined(outs, sums, sinks.view(*query.shape[:2], 1))
+    """Return attention [kv_heads, group, tokens, head_dim] beside sinks [heads], if there are any.
 
-
-def _attend_causal(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Return causal attention of a context's last tokens [batch, heads, tokens, head_dim]: all earlier keys are
-    visible, and the kernel masks those tokens themselves. An explicit mask would cost the work of all pairs.
+    Without a mask it is causal for a context's last tokens: the kernel masks the keys of those tokens, and all earlier
+    ones are visible. An explicit mask would cost the work of all pairs.
     """
-    outs, sums = _causal_parts(query, key, value, scaling)
-    return outs[0] if len(outs) == 1 else _joined(outs, sums)
-
-
-def _causal_parts(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> tuple[list[Tensor], list[Tensor]]:
-    """Return causal attention to the tokens themselves and, if there are any, to all keys before them, each with the
-    logarithm of its softmax sum.
-    """
-    before = key.shape[2] - query.shape[2]
-    out, own = _flash(query, key[:, :, before:], value[:, :, before:], is_causal=True, scale=scaling)
-    if not before:
-        return [out], [own]
-    rest, past = _flash(query, key[:, :, :before], value[:, :, :before], scale=scaling)
-    return [rest, out], [past, own]
+    before = 0 if mask is not None else key.shape[2] - query.shape[2]
+    own = _flash(query, key[:, :, before:], value[:, :, before:], is_causal=mask is None, attn_mask=mask, scale=scaling)
+    past = [_flash(query, key[:, :, :before], value[:, :, :before], scale=scaling)] if before else []
+    outs, sums = map(list, zip(*past, own, strict=True))
+    return _joined(outs, sums, None if sinks is None else sinks.view(*query.shape[:2], 1))
 
 
 def _attend_lower_right(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -397,17 +380,17 @@ def _attend_few(query: Tensor, pools: tuple[Tensor, Tensor], sequence: SequenceS
         outs.append(out)
         # For a query that sees no key of a part the kernel returns 0, which would count as a weight.
         sums.append(logsumexp if bias is None else logsumexp + bias.seen)
-    if how.sinks is not None:
-        out = _joined(outs, sums, how.sinks.repeat_interleave(query.shape[1]).view(1, kv_heads, -1))
-    else:
-        out = outs[0] if len(outs) == 1 else _joined(outs, sums)
+    sink = None if how.sinks is None else how.sinks.repeat_interleave(query.shape[1]).view(1, kv_heads, -1)
+    out = _joined(outs, sums, sink)
     return out.view(len(query), -1, head_dim).transpose(0, 1)
 
 
-def _joined(outs: list[Tensor], sums: list[Tensor], sink: Tensor | None = None) -> Tensor:
+def _joined(outs: list[Tensor], sums: list[Tensor], sink: Tensor | None) -> Tensor:
     """Return the attention over all parts [1, heads, queries, head_dim], joined from each part's attention and the
     logarithms of its softmax sums. A `sink` is one more of those sums, with nothing to attend to.
     """
+    if sink is None and len(outs) == 1:
+        return outs[0]
     if sink is not None:
         sums = [*sums, sink.to(sums[0].dtype).expand_as(sums[0])]
     weights = torch.stack(sums).softmax(0)[: len(outs)]
