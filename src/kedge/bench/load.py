@@ -42,6 +42,7 @@ from kedge.engine.local.engine import LocalEngine
 from kedge.errors import ConfigError, EngineClosed, KedgeError
 from kedge.runner.run import run
 from kedge.settings import EngineSettings
+from kedge.settings.loading import merge
 from kedge.types import Completion, FinishReason, GenerateRequest, RequestId, ReuseMode, RunId, TenantId
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.topologies import Wording, connect, fully_connected
@@ -355,14 +356,10 @@ class LoadSettings:
 
     def engine(self, team: LoadTeam | None = None) -> EngineSettings:
         """Return the settings of a team's engine. Raises `ConfigError`."""
-        bounds = _given(max_bytes=self.anchor_memory, max_base_bytes=self.anchor_memory)
-        settings = _given(device=self.device, dtype=self.dtype, kv_memory=self.kv_memory)
+        bounds = dict.fromkeys(("max_bytes", "max_base_bytes"), self.anchor_memory)
         anchors, guard = (team.anchors, team.guard) if team else ({}, {})
-        return EngineSettings.model_validate({**settings, "anchors": {**anchors, **bounds}, "guard": guard})
-
-
-def _given(**settings: str | None) -> dict[str, str]:
-    return {name: value for name, value in settings.items() if value is not None}
+        settings = {"device": self.device, "dtype": self.dtype, "kv_memory": self.kv_memory, "guard": guard}
+        return EngineSettings.model_validate(merge(settings, {"anchors": {**anchors, **bounds}}))
 
 
 def measure(

@@ -114,30 +114,18 @@ class ProbeResult:
 
 
 @dataclass
-class _Watched:
-    """What is recorded of one request beside its logits. Only the engine's thread writes to it."""
-
-    read: Callable[[], KVSegment] | None
-    """None where the prompt's KV is not wanted"""
-    kv: KVSegment | None = None
-
-    def prompt_is_computed(self) -> None:
-        """Read the prompt's KV, if it is wanted and has not been."""
-        if self.kv is None and self.read:
-            self.kv = self.read()
-
-
-@dataclass
 class _Drawn:
-    """A draw function that follows `draw`, and records the logits of the first `rows` tokens."""
+    """A draw function that follows `draw`, and records the logits of the first `rows` tokens. `note` is called before
+    each of them.
+    """
 
     draw: Draw
     rows: int
-    watched: _Watched
+    note: Callable[[], None]
     logits: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(self, logits: Tensor) -> int:
-        self.watched.prompt_is_computed()
+        self.note()
         if len(self.logits) < self.rows:
             self.logits[len(self.logits)] = logits.float().cpu().clone()
         return self.draw(logits)
@@ -145,12 +133,12 @@ class _Drawn:
 
 @dataclass
 class _Forced(ForcedAnswer):
-    """A forced answer of a watched request."""
+    """A forced answer. `note` is called before its first token."""
 
-    watched: _Watched = field(kw_only=True)
+    note: Callable[[], None] = field(kw_only=True)
 
     def __call__(self, logits: Tensor) -> int:
-        self.watched.prompt_is_computed()
+        self.note()
         return ForcedAnswer.__call__(self, logits)
 
 
@@ -170,15 +158,21 @@ class Probe:
 
     def submit(self, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False) -> ProbedRequest:
         """Submit a request; with `forced` it gives that answer whatever the logits are (teacher forcing)."""
-        watched, sampling = _Watched(partial(self._read, request) if kv else None), request.sampling
+        held, sampling = list[KVSegment](), request.sampling
+
+        def note() -> None:
+            if kv and not held:
+                held.append(self._read(request))
+
         probe: _Drawn | _Forced
         if forced:
             sampling = replace(sampling, max_tokens=len(forced), ignore_eos=True, stop=())
             request = replace(request, forced=forced)
-            probe = _Forced(forced, self._rows, watched=watched)
+            probe = _Forced(forced, self._rows, note=note)
         else:
-            probe = _Drawn(Sampler(sampling), self._rows, watched)
-        return ProbedRequest(request, self._engine.submit(replace(request, sampling=sampling), probe), probe)
+            probe = _Drawn(Sampler(sampling), self._rows, note)
+        stream = self._engine.submit(replace(request, sampling=sampling), probe)
+        return ProbedRequest(request, stream, probe.logits, held)
 
 
 @dataclass(frozen=True)
@@ -187,15 +181,16 @@ class ProbedRequest:
 
     request: GenerateRequest
     stream: TokenStream
-    _probe: _Drawn | _Forced
+    logits: dict[int, Tensor]
+    kv: list[KVSegment]
+    """The prompt's, once it was read"""
 
     def result(self, timeout: float | None = None) -> ProbeResult:
         """Wait for the end. Raises the request's error."""
         completion = self.stream.result(timeout)
-        rows = self._probe.logits
-        logits = torch.stack([rows[at] for at in range(len(rows))])
-        rows.clear()  # a vocabulary wide each: they are not kept twice
-        return ProbeResult(self.request, completion, logits, self._probe.watched.kv)
+        logits = torch.stack([self.logits[at] for at in range(len(self.logits))])
+        self.logits.clear()  # a vocabulary wide each: they are not kept twice
+        return ProbeResult(self.request, completion, logits, next(iter(self.kv), None))
 
 
 class Recorder(WatchedEngine):
