@@ -4,30 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    BertConfig,
-    DeepseekV3Config,
-    FalconH1Config,
-    Gemma3TextConfig,
-    Gemma4TextConfig,
-    Lfm2Config,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    Qwen3Config,
-    Qwen3NextConfig,
-    RwkvConfig,
-    SmolLM3Config,
-    T5Config,
-    ZambaConfig,
-)
+import transformers as hf
 
 from kedge.errors import UnsupportedModel
 from kedge.kv.spec import KVSpec, keeps_latent, mixed_layers, translation_refusal
 
-LLAMA_8B = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
-QWEN = Qwen3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-GEMMA = Gemma4TextConfig(head_dim=256, global_head_dim=512)
+LLAMA_8B = hf.LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+QWEN = hf.Qwen3Config(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+GEMMA = hf.Gemma4TextConfig(head_dim=256, global_head_dim=512)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +20,8 @@ GEMMA = Gemma4TextConfig(head_dim=256, global_head_dim=512)
         (LLAMA_8B, True, (32, 8, 128, 128), 32 * 2 * 8 * 128),
         (QWEN, True, (2, 2, 32, 32), 2 * 2 * 2 * 32),
         (GEMMA, True, (30, 4, 512, 512), 30 * 2 * 4 * 512),
-        (DeepseekV3Config(), True, (61, 1, 288, 64), 61 * (512 + 64)),
-        (DeepseekV3Config(), False, (61, 128, 192, 64), 61 * 2 * 128 * 192),
+        (hf.DeepseekV3Config(), True, (61, 1, 288, 64), 61 * (512 + 64)),
+        (hf.DeepseekV3Config(), False, (61, 128, 192, 64), 61 * 2 * 128 * 192),
     ],
     ids=["Llama 3.1 8B", "a head_dim of its own", "the layer with the largest keys", "a latent", "all heads"],
 )
@@ -47,7 +31,7 @@ def test_the_shape_of_a_model(config: Any, latent: bool, shape: tuple[int, ...],
     assert spec.bytes_per_token == 2 * numbers
 
 
-@pytest.mark.parametrize("config", [T5Config(), BertConfig()])
+@pytest.mark.parametrize("config", [hf.T5Config(), hf.BertConfig()])
 def test_models_without_rotated_kv_per_token_are_unsupported(config: object) -> None:
     with pytest.raises(UnsupportedModel, match=config.model_type):
         KVSpec.from_config(config)
@@ -60,12 +44,12 @@ STATE = "keep one state of all tokens before, which cannot be translated (vLLM r
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (Qwen3NextConfig(), f"layers of type linear_attention {STATE}"),
-        (MambaConfig(), f"layers of type linear_attention {STATE}"),
-        (ZambaConfig(), f"layers of type hybrid, linear_attention {STATE}"),
-        (FalconH1Config(), f"layers of type hybrid {STATE}"),
-        (Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2), f"layers of type conv {STATE}"),
-        (RwkvConfig(), "its config has no `num_attention_heads`: layers without attention keep no KV"),
+        (hf.Qwen3NextConfig(), f"layers of type linear_attention {STATE}"),
+        (hf.MambaConfig(), f"layers of type linear_attention {STATE}"),
+        (hf.ZambaConfig(), f"layers of type hybrid, linear_attention {STATE}"),
+        (hf.FalconH1Config(), f"layers of type hybrid {STATE}"),
+        (hf.Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2), f"layers of type conv {STATE}"),
+        (hf.RwkvConfig(), "its config has no `num_attention_heads`: layers without attention keep no KV"),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
@@ -80,12 +64,12 @@ def test_layers_with_a_state_are_refused_by_their_type(config: Any, why: str) ->
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (MistralConfig(sliding_window=4096), "sliding-window attention (window 4096)"),
-        (Gemma3TextConfig(), "its layers rotate in different ways"),
-        (SmolLM3Config(), "some of its layers do not rotate keys"),
-        (DeepseekV3Config(), "multi-head latent attention (MLA)"),
-        (LlamaConfig(), None),
-        (MistralConfig(sliding_window=None), None),
+        (hf.MistralConfig(sliding_window=4096), "sliding-window attention (window 4096)"),
+        (hf.Gemma3TextConfig(), "its layers rotate in different ways"),
+        (hf.SmolLM3Config(), "some of its layers do not rotate keys"),
+        (hf.DeepseekV3Config(), "multi-head latent attention (MLA)"),
+        (hf.LlamaConfig(), None),
+        (hf.MistralConfig(sliding_window=None), None),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
@@ -118,5 +102,5 @@ def test_every_kind_of_layer_may_have_rope_that_changes_with_the_length() -> Non
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0},
     }
-    for config in (Gemma3TextConfig(rope_parameters=ropes), LlamaConfig(rope_parameters=ropes["full_attention"])):
+    for config in (hf.Gemma3TextConfig(rope_parameters=ropes), hf.LlamaConfig(rope_parameters=ropes["full_attention"])):
         assert "dynamic" in str(translation_refusal(config))

@@ -6,21 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    CLIPConfig,
-    CohereConfig,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Phi3Config,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from kedge.engine.local.attention.paged import paged_attention
@@ -141,17 +128,17 @@ def test_other_outputs_are_no_rotation(output: object) -> None:
 
 HALF = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
 REFUSED = {
-    "ALiBi": (FalconConfig(alibi=True), "ALiBi"),
-    "no interface": (FalconConfig(), "attention of its own only"),
+    "ALiBi": (transformers.FalconConfig(alibi=True), "ALiBi"),
+    "no interface": (transformers.FalconConfig(), "attention of its own only"),
     "rope for half of a key": (
-        LlamaConfig(rope_parameters=HALF),
+        transformers.LlamaConfig(rope_parameters=HALF),
         "its code fails with Kedge's attention: RuntimeError",
     ),
 }
 
 
 @pytest.mark.parametrize(("config", "why"), REFUSED.values(), ids=REFUSED)
-def test_a_model_in_memory_is_refused_with_the_reason(config: PretrainedConfig, why: str) -> None:
+def test_a_model_in_memory_is_refused_with_the_reason(config: transformers.PretrainedConfig, why: str) -> None:
     model = random_model(small_config(config))
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModel) as refused:
@@ -166,7 +153,7 @@ def test_a_model_in_memory_is_refused_with_the_reason(config: PretrainedConfig, 
         ('{"model_type": "llama", "hidden_size": "wide"}', "its config cannot be read"),
         ('{"model_type": "nothing"}', "its config cannot be read"),
         ("[", "its config cannot be read"),
-        (CLIPConfig().to_json_string(), "no rotary position embedding"),
+        (transformers.CLIPConfig().to_json_string(), "no rotary position embedding"),
     ],
 )
 def test_what_is_no_config_of_a_language_model_is_unsupported(config: str, why: str, tmp_path: Path) -> None:
@@ -184,7 +171,7 @@ class Changed(LlamaAttention):
         return super().forward(*args, **{**kwargs, **self.handed})
 
 
-def handing(**handed: Any) -> PreTrainedModel:
+def handing(**handed: Any) -> transformers.PreTrainedModel:
     """A model whose attention hands over more arguments."""
     model, kind = tiny_model("llama"), type("Handing", (Changed,), {"handed": handed})
     for layer in model.model.layers:
@@ -206,7 +193,7 @@ def test_an_argument_that_is_none_or_changes_nothing_is_let_through() -> None:
 
 
 def test_a_model_in_training_is_refused_for_its_dropout() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, attention_dropout=0.1)).train()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, attention_dropout=0.1)).train()
     with pytest.raises(UnsupportedModel, match="dropout"):
         checked_runner(model)
 
@@ -224,7 +211,7 @@ class Remembering(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_model_with_a_state_of_its_own_is_refused_whatever_its_precision(dtype: torch.dtype) -> None:
-    model = random_model(small_config(LlamaConfig()))
+    model = random_model(small_config(transformers.LlamaConfig()))
     model.model.layers[1].mlp = Remembering(model.model.layers[1].mlp)
     with pytest.raises(UnsupportedModel, match="its logits differ from those of its own attention by"):
         checked_runner(model.to(dtype))
@@ -233,8 +220,8 @@ def test_a_model_with_a_state_of_its_own_is_refused_whatever_its_precision(dtype
 @pytest.mark.parametrize(("window", "why"), [(4, "its logits differ"), (500, "it hands over no window, and masks")])
 def test_a_window_that_is_only_in_the_mask_is_refused_however_large(window: int, why: str) -> None:
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=window, max_window_layers=0)
-    model = Qwen2ForCausalLM(config).eval()
+    config = transformers.Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=window, max_window_layers=0)
+    model = transformers.Qwen2ForCausalLM(config).eval()
     assert checked_runner(model).max_positions == 1024
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None
@@ -258,8 +245,10 @@ def test_a_model_whose_layers_or_logits_are_not_as_they_should_be_is_refused(why
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", [LlamaConfig, Gemma2Config, CohereConfig, Phi3Config])
-def test_half_precision_is_no_reason_to_refuse(kind: type[PretrainedConfig], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "kind", [transformers.LlamaConfig, transformers.Gemma2Config, transformers.CohereConfig, transformers.Phi3Config]
+)
+def test_half_precision_is_no_reason_to_refuse(kind: type[transformers.PretrainedConfig], dtype: torch.dtype) -> None:
     checked_runner(random_model(small_config(kind())).to(dtype))
 
 
@@ -278,7 +267,7 @@ def test_attention_without_a_batch_is_refused() -> None:
 
 
 def test_a_small_copy_has_layers_of_every_type() -> None:
-    config = Gemma3TextConfig()
+    config = transformers.Gemma3TextConfig()
     small = small_config(config)
     assert (len(config.layer_types), small.num_hidden_layers) == (26, 2)
     assert set(small.layer_types) == set(config.layer_types) == {"sliding_attention", "full_attention"}
