@@ -53,6 +53,7 @@ class Passes:
 
     def __init__(self) -> None:
         self._started: list[tuple[int, int, float, float]] = []
+        self._last = 0.0
 
     def begin(self) -> None:
         """Do nothing: a pass begins when it is started."""
@@ -61,11 +62,17 @@ class Passes:
         """Note that a pass has been started."""
         self._started.append((tokens, rows, device.begun, device.ended))
 
-    def take_ended(self) -> list[tuple[int, int, float]]:
-        """Return the tokens, the requests and the seconds of all that have ended since the last call."""
+    def take_ended(self) -> list[tuple[int, int, float, float]]:
+        """Return the tokens, the requests and the seconds of all that have ended since the last call, and the seconds
+        between each and the one before.
+        """
         ended = [one for one in self._started if one[3] <= time.monotonic()]
         self._started = [one for one in self._started if one not in ended]
-        return [(tokens, rows, end - begin) for tokens, rows, begin, end in ended]
+        found = []
+        for tokens, rows, begin, end in ended:
+            found.append((tokens, rows, end - begin, begin - (self._last or begin)))
+            self._last = end
+        return found
 
 
 def emulate_runner(module: Any) -> None:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kedge.reuse.costs import OUTLIER, REFIT, EngineCosts, LinearCost
+from kedge.reuse.costs import GRACE, OUTLIER, REFIT, EngineCosts, LinearCost
 
 PRIOR = (1e-2, 1e-4, 1e-4)
 TRUE = (2e-3, 1e-4, 3e-4)
@@ -108,6 +108,16 @@ def test_translation_pays_from_where_it_takes_less_time_than_computing_what_is_s
     costs = known_costs()
     assert [tokens for tokens in range(1, 40) if costs.translation_pays(tokens, tokens)] == list(range(12, 40))
     assert [spared for spared in range(41) if costs.translation_pays(40, spared)] == list(range(15, 41))
+
+
+def test_what_a_device_is_spared_is_worth_less_while_it_waits_for_the_host() -> None:
+    """14 tokens take 1.4 ms to compute, and translating them 1.14 ms of the host."""
+    costs = known_costs()
+    costs.settle()
+    for waited, pays in ((GRACE, True), (0.0, True), (0.9 * GRACE, False)):  # from GRACE on it waits for requests
+        for _ in range(400):
+            costs.observe_pass(100, 8, cost(TRUE, (1.0, 100, 8)), waited)
+        assert costs.translation_pays(14, 14) is pays and costs.translation_pays(300, 300)
 
 
 def test_base_kv_pays_with_as_many_readers_as_save_what_it_takes() -> None:

@@ -118,15 +118,21 @@ class EngineCosts:
         """Whether what takes longer than computing is not to be done"""
         self._passes = LinearCost((1e-2, 1e-4, 1e-4))
         self._translations = LinearCost((1e-3, 1e-6))
+        self._busy = self._waited = 0.0
+        """Seconds in which passes ran, and between them in which the device waited; recent ones weigh more"""
 
     def settle(self) -> None:
         """Use the measurements so far as the reference for later passes."""
         self._passes.settle()
         self._translations.settle()
 
-    def observe_pass(self, tokens: int, sequences: int, seconds: float) -> None:
-        """Record that a forward pass over `tokens` tokens of `sequences` sequences took `seconds`."""
+    def observe_pass(self, tokens: int, sequences: int, seconds: float, waited: float = 0.0) -> None:
+        """Record that a forward pass over `tokens` tokens of `sequences` sequences took `seconds`, before which a
+        device beside the host `waited` for it.
+        """
         self._passes.observe((1.0, tokens, sequences), seconds)
+        self._busy = FORGET * self._busy + seconds
+        self._waited = FORGET * self._waited + (waited if waited < GRACE else 0.0)
 
     def observe_translation(self, segments: int, tokens: int, seconds: float) -> None:
         """Record that matching, blending and writing `tokens` tokens of `segments` segments took `seconds`."""
@@ -170,4 +176,8 @@ class EngineCosts:
         return not self.is_by_cost or self.added_seconds(tokens, 0) > CERTAIN * delay
 
     def _translation_saves(self, tokens: int, spared: float) -> float:
-        return float(self._passes.coefficients[1] * spared - self._translations.of((1, tokens)))
+        """Return the seconds that translating saves. Where the device waits for the host, what it is spared is worth
+        less: it would wait longer.
+        """
+        worth = self._busy / (self._busy + self._waited) if self._waited else 1.0
+        return float(worth * self._passes.coefficients[1] * spared - self._translations.of((1, tokens)))

@@ -131,6 +131,10 @@ class Runtime:
         values = [one for one in layout(request) if one.index in segments and one.segment.is_placeholder]
         return all(self.planner.has_base(request, one) for one in values if self.planner.pays(one))
 
+    def pays(self, request: GenerateRequest) -> bool:
+        """Return whether a value of a prompt costs less to translate than to compute."""
+        return bool(self._worth_translating(layout(request)))
+
     def learns(self, request: GenerateRequest) -> bool:
         """Return whether something of this request may be translated, or kept for others."""
         return request.reuse is ReuseMode.TRANSLATE and self._refusal is None

@@ -13,9 +13,9 @@ from kedge.integrations.vllm.plugin.requests import Capture, TranslationQuery, T
 from kedge.integrations.vllm.plugin.settings import PluginSettings
 from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
-from kedge.reuse.plan import ReusePlan
+from kedge.reuse.plan import CHEAPER, ReusePlan
 from kedge.structures.bounded import ENTRIES
-from kedge.types import AgentId, GenerateRequest, RequestId, ReuseMode, RunId, SampleId, Segment, ValueKind
+from kedge.types import AgentId, GenerateRequest, Miss, RequestId, ReuseMode, RunId, SampleId, Segment, ValueKind
 
 VALUE = Segment(tuple(range(10, 42)), "value", SampleId(ValueKind.INPUT, "value", 0, "v"), (1,), (2,))
 SEGMENTS = Segment((1, 2, 3, 4), "p0"), VALUE, Segment((5, 6), "p1")
@@ -59,7 +59,7 @@ def test_a_prompt_without_its_base_kv_is_looked_at_once_until_something_comes(
         assert not learner.learn() and not learner.is_learning and len(looks) == 1
     lacks.clear()
     assert not learner.learn(), "nothing has come"
-    learner.capture(Capture(GenerateRequest((Segment((1, 2), "p0"),)), (1,), 1))
+    learner.capture(Capture(replace(REQUEST, reuse=ReuseMode.EXACT), (1,), 1))
     assert learner.is_learning
     while learner.learn():
         pass
@@ -71,6 +71,17 @@ def test_a_prompt_that_a_check_translates_leaves_base_kv_and_teaches_nothing(lea
     assert not learner.captured
     captured(learner, REQUEST)
     assert list(learner.captured) == [REQUEST]
+
+
+def test_where_computing_is_cheaper_nothing_is_looked_up_or_read(learner: Learner) -> None:
+    answered = replace(REQUEST, produces=SampleId(ValueKind.AGENT, "a"))
+    learner._costs.observe_translation(1, 1, 9.0)
+    for is_dear in (True, False):
+        learner._costs.is_by_cost = is_dear
+        verdict = learner.judge(TranslationQuery(REQUEST, 0, has_waited=True))
+        learner.capture(Capture(REQUEST, (1,), 0))
+        learner.capture(Capture(answered, (1,), 0, tuple(range(40)), 39))
+        assert (verdict.misses == (Miss("*", CHEAPER),)) is learner.is_at_rest is is_dear
 
 
 def test_prompts_to_learn_from_take_no_more_memory_than_base_kv(learner: Learner) -> None:

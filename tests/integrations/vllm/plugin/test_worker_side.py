@@ -46,9 +46,11 @@ class Costs(EngineCosts):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, int, float]] = []
+        self.waited: list[float] = []
 
-    def observe_pass(self, tokens: int, sequences: int, seconds: float) -> None:
+    def observe_pass(self, tokens: int, sequences: int, seconds: float, waited: float = 0.0) -> None:
         self.seen.append((tokens, sequences, seconds))
+        self.waited.append(waited)
 
 
 @pytest.mark.parametrize("writes", [(), (WRITE,)])
@@ -118,6 +120,7 @@ def test_passes_on_a_gpu_are_measured_by_its_events_once_they_have_ended(monkeyp
     side.begin_step()
     side.after_pass(Orders(scheduled=60, rows=2))
     assert costs.seen[1:] == [(200, 1, 8.0), (50, 1, 8.0)], "a step without a pass is none"
+    assert costs.waited == [0.0, 0.5, 16.0], "from the end of one to the beginning of the next"
     assert spent == [0.0, 0.0, 0.0, 4.0, 16.0], "learning has a share of what the device has done"
 
 

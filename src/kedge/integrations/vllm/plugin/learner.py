@@ -23,7 +23,7 @@ from kedge.kv.segment import KVSegment
 from kedge.reuse.ahead import Ended, ExpectedPrompt, ExpectedPrompts
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import Backlog
-from kedge.reuse.plan import ReusePlan
+from kedge.reuse.plan import CHEAPER, ReusePlan
 from kedge.reuse.runtime import BaseNeed, ReadKV, Runtime
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
@@ -155,9 +155,12 @@ class Learner:
     def judge(self, query: TranslationQuery) -> TranslationVerdict:
         """Return what of a prompt has to be computed, and which base KV would help."""
         began, request = self._clock(), query.request
+        refusal = self.rotation.refusal
+        if not (refusal or self._runtime.pays(request)):
+            return TranslationVerdict((range(request.prompt_tokens),), (Miss("*", CHEAPER),))
         is_read = self.rotation.is_open and not query.has_waited
         wanted = self._note(self._runtime.needs(request, is_new=True)) if is_read else ()
-        if refusal := self.rotation.refusal:
+        if refusal:
             self._note_harvest(request, wanted=self.rotation.is_open and not request.guard.held_out)
             return TranslationVerdict((range(request.prompt_tokens),), (Miss("*", refusal),), wanted)
         if query.may_wait:
@@ -233,7 +236,7 @@ class Learner:
         """Read the KV of a response after its pass, or what others need of a prompt: all of it where it is learned
         from. Reading prompts and answers for those that read them later is a part of what translating costs.
         """
-        if not self.rotation.is_open:
+        if not (self.rotation.is_open and self._is_of_use(order)):
             return
         began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
         start, self.is_at_rest = request.prompt_tokens, False
@@ -265,6 +268,13 @@ class Learner:
                 taken = written.seconds + self._answer_seconds + time.monotonic() - began
                 plan = written.plan
                 self._costs.observe_translation(len(plan.translations), plan.translated_tokens, taken)
+
+    def _is_of_use(self, order: Capture) -> bool:
+        """Return whether something of a prompt or response may be translated in others, or teaches how."""
+        if order.response:
+            return self._costs.translation_pays(order.known, order.known)
+        asked = order.request
+        return order.is_translated or (asked.namespace, asked.tokens) in self._needs or self._runtime.pays(asked)
 
     # learning -----------------------------------------------------------------------------------------------------
 

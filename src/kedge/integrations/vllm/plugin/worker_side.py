@@ -81,6 +81,7 @@ class PassEvents:
     def __init__(self) -> None:
         self._started: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._begin: torch.cuda.Event | None = None
+        self._last: torch.cuda.Event | None = None
 
     def begin(self) -> None:
         """Note that a pass is started from here on."""
@@ -95,12 +96,16 @@ class PassEvents:
             self._started.append((tokens, rows, self._begin, done))
             self._begin = None
 
-    def take_ended(self) -> list[tuple[int, int, float]]:
-        """Return the tokens, the requests and the seconds of all passes that have ended since the last call."""
+    def take_ended(self) -> list[tuple[int, int, float, float]]:
+        """Return the tokens, the requests and the seconds of all passes that have ended since the last call, and the
+        seconds between each and the one before.
+        """
         ended = []
         while self._started and self._started[0][3].query():
             tokens, rows, begin, done = self._started.popleft()
-            ended.append((tokens, rows, begin.elapsed_time(done) / 1e3))
+            waited = self._last.elapsed_time(begin) / 1e3 if self._last else 0.0
+            ended.append((tokens, rows, begin.elapsed_time(done) / 1e3, waited))
+            self._last = done
         return ended
 
 
@@ -202,13 +207,13 @@ class WorkerSide:
         seconds = time.monotonic() - self._began - self._not_computing if orders.scheduled else 0.0
         if orders.scheduled:
             self._budget.computes()
-            ended = [(orders.scheduled, orders.rows, seconds)]
+            ended = [(orders.scheduled, orders.rows, seconds, 0.0)]
             if self._passes:
                 self._passes.end(orders.scheduled, orders.rows)
                 ended = self._passes.take_ended()
-                seconds = sum(taken for _, _, taken in ended)
-            for tokens, rows, taken in ended:
-                self._costs.observe_pass(tokens, rows, taken)
+                seconds = sum(taken for _, _, taken, _ in ended)
+            for tokens, rows, taken, waited in ended:
+                self._costs.observe_pass(tokens, rows, taken, waited)
                 if tokens >= MIN_MEASURED:
                     self._reports.computed = (tokens, taken)
         if orders.is_quiet and (self._learner is None or self._learner.is_at_rest):
