@@ -110,6 +110,20 @@ def test_translation_pays_from_where_it_takes_less_time_than_computing_what_is_s
     assert [spared for spared in range(41) if costs.translation_pays(40, spared)] == list(range(15, 41))
 
 
+def test_translation_is_tried_again_where_it_was_slow_for_once() -> None:
+    """It is observed only where it seems to pay."""
+    costs, tried = known_costs(), 0
+    costs.settle()
+    while costs.translation_pays(16, 16):
+        costs.observe_translation(1, 16, 4e-3)
+    for _ in range(2000):
+        costs.observe_pass(100, 8, cost(TRUE, (1.0, 100, 8)))
+        if costs.translation_pays(16, 16):
+            costs.observe_translation(1, 16, 1e-3 + 16e-5)
+            tried += 1
+    assert tried > 1000
+
+
 def test_what_a_device_is_spared_is_worth_less_while_it_waits_for_the_host() -> None:
     """14 tokens take 1.4 ms to compute, and translating them 1.14 ms of the host."""
     costs = known_costs()
@@ -177,7 +191,7 @@ def test_as_many_tokens_as_fit_into_the_seconds() -> None:
 
 
 def test_after_measuring_the_first_observation_is_bounded_too() -> None:
-    """It may have built a kernel, and what never pays again is never observed again."""
+    """It may have built a kernel."""
     linear = LinearCost((1e-3, 1e-6))
     linear.observe((1, 1), 1e-3)
     linear.settle()

@@ -76,6 +76,14 @@ class LinearCost:
             self._prior = np.array(self._seconds)
             self._ridge, self._is_settled = SETTLED_RIDGE, True
 
+    def relax(self, rest: float = 0.9995) -> None:
+        """Go a little towards the prior, until the next fit. For work that is observed only where its cost seems low:
+        where it was slow for once, as on a busy machine, it would never be done again.
+        """
+        self._seconds = [
+            prior + rest * (now - prior) for prior, now in zip(self._prior.tolist(), self._seconds, strict=True)
+        ]
+
     def of(self, counts: Sequence[float]) -> float:
         """Return the expected seconds of work with these counts."""
         return sum(map(mul, self._seconds, counts))
@@ -131,6 +139,7 @@ class EngineCosts:
         device beside the host `waited` for it.
         """
         self._passes.observe((1.0, tokens, sequences), seconds)
+        self._translations.relax()
         self._busy = FORGET * self._busy + seconds
         self._waited = FORGET * self._waited + (waited if waited < GRACE else 0.0)
 
