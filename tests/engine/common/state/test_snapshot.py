@@ -3,7 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -182,13 +182,8 @@ def asked(workflow: str, agent: str = "solver", tenant: str = "default") -> Gene
     return GenerateRequest((value,), reuse=ReuseMode.TRANSLATE, tenant=tenant, workflow=workflow, agent=agent)
 
 
-@contextmanager
-def opened(folder: Path, guard: QualityGuard, identity: str = MODEL) -> Iterator[EngineState]:
-    state = EngineState(folder, identity, guard=guard)
-    try:
-        yield state
-    finally:
-        state.close()
+def opened(folder: Path, guard: QualityGuard) -> closing[EngineState]:
+    return closing(EngineState(folder, MODEL, guard=guard))
 
 
 def save_guard(folder: Path, *workflows: str) -> QualityGuard:
@@ -265,11 +260,8 @@ STATE = SavedState(1, 2, 3, 4, 0.5)
 def snapshots(load: Callable[[], SavedState], save: Callable[[], SavedState | None]) -> tuple[Snapshots, Counter[str]]:
     """Snapshots of a folder, and the counts of what became of them; `given back` is one."""
     counts = Counter[str]()
-
-    def count(outcome: str = "given back") -> None:
-        counts[outcome] += 1
-
-    return Snapshots(Path("folder"), load, save, count=count, give_back=count), counts
+    made = partial(Snapshots, Path("folder"), load, save, give_back=lambda: counts.update(["given back"]))
+    return made(count=lambda outcome: counts.update([outcome])), counts
 
 
 def test_failures_are_counted_and_the_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
