@@ -73,7 +73,6 @@ def test_a_team_is_found_after_three_runs() -> None:
 
 def test_what_tokenizers_join_with_an_answer_is_not_taken_for_a_part_of_it() -> None:
     team = Team(Discovery())
-    judged = None
     for number in range(5):
         question, answer = words(("q", number), 60), words(("a", number), 25)
         solved = team.ask(team.solver(question), answer)
@@ -135,7 +134,6 @@ def test_an_agent_keeps_its_name_and_its_answers_when_copies_turn_out_to_be_it()
     found = Discovery()
     team, answers = Team(found), []
     frames = [words(("frame", number), 40) for number in range(3)]
-    solved = judged = None
     for number in range(60):
         question, answer = (*frames[number // 10 % 3], *words(("q", number), 30)), words(("a", number), 25)
         solved = team.ask((*words("solver", 770), *question), answer)
@@ -164,7 +162,7 @@ def test_templates_are_learned_again_when_the_application_changes_its_prompts() 
 
 
 def test_labels_that_were_forgotten_are_known_again_once_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(discovery, "MAX_VALUES", 3)
     found = Discovery()
     teams = [Team(found, name) for name in "abc"]
     for number, team in product(range(5), teams):
@@ -191,6 +189,11 @@ def test_memory_is_bounded_by_a_crowd_of_one_off_prompts(monkeypatch: pytest.Mon
     assert len(found.texts._texts) <= ENTRIES and found._examples._nbytes <= 40_000
     assert found._examples._nbytes == sum(len(one.prompt) for one in found._examples._askers)
     assert not found.agents
+    for number in range(ENTRIES // 4):
+        team.run(number)
+    sayers = {label.args[0] for one in found.texts._texts.values() if one.sample for label in one.labels}
+    assert found.agents and 0 < sum(len(one.prompt) for one in sayers) <= 40_000
+    assert {*map(type, found._read)} == {int}, "no values, which may be long"
 
 
 def prompts() -> st.SearchStrategy[list[Tokens]]:

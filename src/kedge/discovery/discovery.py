@@ -13,10 +13,10 @@ from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.report import PlainTotals, Served
 from kedge.discovery.runs import FoundRun, FoundRuns, TextsOfRuns
 from kedge.discovery.templates import Example, Filled, Occurrence, PromptTemplate, Slot, answers_of, is_answer, learn
-from kedge.policies.fixed_prompts import MAX_BLOCKS, SharedHeads
+from kedge.policies.fixed_prompts import SharedHeads
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of
-from kedge.types import AgentId, RequestId, RunId, SampleId, Segment, Tokens, ValueKind, WorkflowId
+from kedge.types import AgentId, RequestId, RunId, SampleId, Segment, ValueKind, WorkflowId
 
 
 class TemplateReviews:
@@ -36,8 +36,8 @@ class TemplateReviews:
         """Look at a packed prompt, where it is time to. Returns a template with more answers than the agent's has."""
         if not _is_due(agent.calls) or len(prompt) * MAX_LOOKED_AT > MAX_BYTES:
             return None
-        example = Example(prompt, self._texts.find(prompt, agent.head))
-        if not _answers(example.known) - _answers(agent.templates[0].slots):
+        example, known = Example(prompt, self._texts.find(prompt, agent.head)), _answers(agent.templates[0].slots)
+        if not _answers(example.known) - known:
             return None
         examples = self._examples.use(agent.id, list)
         examples.append(example)
@@ -45,9 +45,7 @@ class TemplateReviews:
             return None
         del self._examples[agent.id]
         template = learn(examples)
-        if template is None or len(_answers(template.slots)) <= len(_answers(agent.templates[0].slots)):
-            return None
-        return template
+        return template if template and len(_answers(template.slots)) > len(known) else None
 
 
 def _is_due(calls: int) -> bool:
@@ -83,9 +81,9 @@ class Found:
     """Tokens of values that others had or read before"""
 
 
-Around = tuple[Tokens, Tokens, bool]
-"""What all values with one label have in common, as segments have it: the tokens before a value in its base KV, those
-that stand for it in the template itself, and whether a template begins with the former and goes on with the value"""
+Around = tuple[bytes, bytes, bool]
+"""What all values with one label have in common: the packed tokens before a value in its base KV, those that stand for
+it in the template itself, and whether a template begins with the former and goes on with the value"""
 
 
 @dataclass(eq=False, slots=True)
@@ -101,18 +99,22 @@ class _Asker:
     produces: SampleId | None = None
 
 
-class _Examples:
-    """Prompts that a template may be learned from, in their order of arrival."""
+class _Prompts:
+    """Prompts in the order in which they came: as many as there is room for, the others are forgotten."""
 
     def __init__(self) -> None:
         self._askers: deque[_Asker] = deque()
         self._nbytes = 0
 
-    def keep(self, asked: _Asker) -> None:
-        self._askers.append(asked)
+    def keep(self, asked: _Asker) -> _Asker:
+        """Return a copy of a request that has its prompt as long as there is room."""
+        self._askers.append(kept := replace(asked))
         self._nbytes += len(asked.prompt)
         while len(self._askers) > MAX_AGENTS or self._nbytes > MAX_BYTES:
-            self._nbytes -= len(self._askers.popleft().prompt)
+            gone = self._askers.popleft()
+            self._nbytes -= len(gone.prompt)
+            gone.prompt, gone.chain = b"", ()
+        return kept
 
     def drop(self, asked: _Asker) -> None:
         self._askers.remove(asked)
@@ -135,20 +137,19 @@ class Discovery:
         self._heads, self.texts = SharedHeads(), KnownTexts()
         self.runs, self.totals = FoundRuns(), PlainTotals()
         self._agents, self._reviews = FoundAgents(), TemplateReviews(self.texts)
+        self.agents: Mapping[AgentId, FoundAgent] = self._agents.by_id
+        """Those that are known now"""
         self._ends: BoundedDict[Hashable, RunId | None] = BoundedDict(MAX_VALUES)
         """The last block of a prompt -> the run of those that end with it, or `SEVERAL`; None where it is not known"""
         self._texts_of_runs = TextsOfRuns(self.runs.__contains__)
-        self._examples = _Examples()
+        self._examples, self._sayers = _Prompts(), _Prompts()
+        """Prompts that a template may be learned from, and those whose answers have no label yet"""
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
         self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_VALUES)
-        self._labels: BoundedDict[str, Around] = BoundedDict(MAX_BLOCKS)
+        self._labels: BoundedDict[str, Around] = BoundedDict(MAX_VALUES)
         """Decided when a label is first seen, or seen again after it was forgotten"""
-        self._read: BoundedDict[bytes, None] = BoundedDict(MAX_VALUES)
-
-    @property
-    def agents(self) -> Mapping[AgentId, FoundAgent]:
-        """The agents that are known now."""
-        return self._agents.by_id
+        self._read: BoundedDict[int, None] = BoundedDict(MAX_VALUES)
+        """Hashes of values"""
 
     def arrive(self, request_id: RequestId, tokens: Sequence[int], now: float) -> Found | None:
         """Return what is found out about a request that arrives at `now`, in seconds.
@@ -196,7 +197,8 @@ class Discovery:
             text = token_bytes.pack(answer)
             if asked.run is not None:
                 self._texts_of_runs.answered(sample, asked.run.id, self.texts.index.equal(text))
-            self.texts.put(KnownText(text, (partial(self._label_of, asked),), sample))
+            named = replace(asked, prompt=b"", chain=()) if asked.agent else self._sayers.keep(asked)
+            self.texts.put(KnownText(text, (partial(self._label_of, named),), sample))
         if asked.run is not None:
             self.runs.ended(asked.run, now)
         return asked.run
@@ -206,10 +208,7 @@ class Discovery:
     def _fill(self, asked: _Asker) -> list[Filled] | None:
         """Return how a prompt fills a template of the agent with the longest beginning that it has."""
         asked.ends = grouped(self._heads.find(asked.chain))
-        found = self._agents.fill(asked.prompt, asked.chain, asked.ends)
-        if found is None:
-            return None
-        asked.agent, filled = found
+        asked.agent, filled = self._agents.fill(asked.prompt, asked.chain, asked.ends) or (asked.agent, None)
         return filled
 
     def _begins_longer(self, asked: _Asker) -> bool:
@@ -264,13 +263,12 @@ class Discovery:
 
     def _use_labels(self, start: bytes, slots: Iterable[Slot]) -> None:
         """Remember what stands around the slots of a template, which begins with `start`, as used now."""
-        head, before = token_bytes.unpack(start), start
+        context, first = start, True
         for slot in slots:
-            first = before is start
-            context = head if first else head[:CONTEXT_START] + token_bytes.unpack(before)[-CONTEXT_END:]
-            stand_in = token_bytes.unpack(slot.first)[:CONTEXT_START]
-            self._labels.use(slot.label, lambda: (context, stand_in, first))  # noqa: B023
-            before = slot.after
+            around = context, token_bytes.cut(slot.first, 0, CONTEXT_START), first
+            self._labels.use(slot.label, lambda: around)  # noqa: B023
+            before = slot.after[-CONTEXT_END * token_bytes.WIDTH :]
+            context, first = token_bytes.cut(start, 0, CONTEXT_START) + before, False
 
     # what it says ---------------------------------------------------------------------------------------------
 
@@ -305,8 +303,8 @@ class Discovery:
     def _keep_value(self, prompt: bytes, filled: Filled) -> bool:
         """Take note of a value that is read. Returns whether others had or read it before, and it identifies a text."""
         value, label = token_bytes.cut(prompt, filled.start, filled.stop), filled.slot.label
-        known = value in self._read or self.texts.answer(value) is not None
-        self._read[value] = None
+        known = hash(value) in self._read or self.texts.answer(value) is not None
+        self._read[hash(value)] = None
         if not is_answer(label):
             self.texts.put(KnownText(value, (lambda: label,)))
         return known and filled.stop - filled.start >= bounds.LEAST_TOKENS
@@ -314,26 +312,24 @@ class Discovery:
     def _segments(self, prompt: bytes, filled: Sequence[Filled]) -> tuple[Segment, ...]:
         """Return a prompt in segments, in which a label that comes again has its number."""
         self._use_labels(token_bytes.cut(prompt, 0, filled[0].start), [one.slot for one in filled])
-        segments, at, names = [], 0, set[str]()
+        segments, at, names, tokens = [], 0, set[str](), token_bytes.unpack(prompt)
         for number, one in enumerate(filled):
             if one.start > at:
-                segments.append(Segment(_tokens(prompt, at, one.start), f"p{number}"))
+                segments.append(Segment(tokens[at : one.start], f"p{number}"))
             name = one.slot.label if one.slot.label not in names else f"{one.slot.label}#{number}"
             names.add(name)
             value = token_bytes.cut(prompt, one.start, one.stop)
             sample = self.texts.answer(value)
             if sample is None:
                 sample = SampleId(ValueKind.INPUT, one.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
-            segments.append(Segment(token_bytes.unpack(value), name, sample, *self._labels[one.slot.label]))
+            context, stand_in, first = self._labels[one.slot.label]
+            around = token_bytes.unpack(context), token_bytes.unpack(stand_in)
+            segments.append(Segment(tokens[one.start : one.stop], name, sample, *around, first))
             at = one.stop
-        if at < token_bytes.size(prompt):
-            segments.append(Segment(_tokens(prompt, at, token_bytes.size(prompt)), f"p{len(filled)}"))
+        if at < len(tokens):
+            segments.append(Segment(tokens[at:], f"p{len(filled)}"))
         return tuple(segments)
 
 
 def _answer_of(agent: AgentId, request_id: RequestId) -> SampleId:
     return SampleId(ValueKind.AGENT, agent, 0, blake2b(request_id.encode(), digest_size=8).hexdigest())
-
-
-def _tokens(prompt: bytes, start: int, stop: int) -> Tokens:
-    return token_bytes.unpack(token_bytes.cut(prompt, start, stop))
