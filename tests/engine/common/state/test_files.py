@@ -31,8 +31,9 @@ def record(pool: str, value: int) -> Record:
 
 
 def save(folder: StateFolder, values: Values) -> list[Entry]:
-    entries = [folder.put(record(pool, value)) for pool, value in values.items()]
-    folder.commit(entries)
+    with folder.writing():
+        entries = [folder.put(record(pool, value)) for pool, value in values.items()]
+        folder.commit(entries)
     return entries
 
 
@@ -99,14 +100,18 @@ def files_of(path: Path) -> dict[str, Path]:
 # snapshots ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise SafetensorError("IoError: No space left on device")
+def test_a_full_disk_is_an_os_error_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object, path: Path, *__: object) -> None:
+        path.write_bytes(b"half a rec")
+        if len(record_files(tmp_path)) > len(OLD):
+            raise SafetensorError("IoError: No space left on device")
 
     saved(tmp_path, OLD)
+    before = names(tmp_path)
     monkeypatch.setattr(state_files, "save_file", full)
     with pytest.raises(OSError, match="No space left"):
         saved(tmp_path, NEW)
+    assert names(tmp_path) == before
     assert loaded(tmp_path) == (OLD, [])
 
 

@@ -6,8 +6,8 @@
     refused-<n>/            what lay here for another model or format, moved there by the first save
 
 Every file is written under another name, forced to the disk, and renamed; the manifest comes after the records that it
-names, and only what it does not name is deleted. So a process may be killed at any moment. A damaged record costs what
-it held, a damaged manifest all: it is logged, and learned again.
+names, and only what it does not name is deleted, before and after each save. So a process may be killed at any moment,
+and the disk be full. A damaged record costs what it held, a damaged manifest all: it is logged, and learned again.
 """
 
 import errno
@@ -74,8 +74,6 @@ class StateFolder:
         self._lock = lock_folder(path, "state")
         own = {"dtype": dtype} if dtype else {}
         self._path, self._head = path, {"format": FORMAT, **own, "identity": identity}
-        self._is_ours = False
-        """Whether it is known to hold nothing of another model or format"""
 
     def close(self) -> None:
         """Unlock the folder."""
@@ -87,8 +85,7 @@ class StateFolder:
         Returns what was accepted, and what is damaged, which is logged. Raises `StateRefused` for state of another
         model or format, having passed nothing on, and `OSError`.
         """
-        sound: list[Entry] = []
-        damaged: list[Damage] = []
+        sound, damaged = list[Entry](), list[Damage]()
         for entry in self._listed(damaged):
             try:
                 accept(self._read(entry))
@@ -100,11 +97,37 @@ class StateFolder:
             logger.error("damaged state in %s: %s %s; %s is lost", self._path, one.file, one.reason, held)
         return sound, damaged
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Delete what no snapshot names before and after a save: one that has failed leaves its records, and with one a
+        minute the disk would fill up. State of another model or format is moved to a folder of its own before, its
+        manifest last. Raises `OSError`.
+        """
+        try:
+            self._sweep()
+        except StateRefused as refusal:
+            aside = next(path for n in count(1) if not (path := self._path / f"refused-{n}").exists())
+            aside.mkdir()
+            for path in [*self._path.glob(f"*{SUFFIX}"), self._path / MANIFEST]:
+                path.replace(aside / path.name)
+            self._force()
+            logger.warning("state that cannot be used is moved to %s: %s", aside, refusal)
+        try:
+            yield
+        finally:
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Delete what the manifest does not name. Raises `StateRefused`."""
+        kept = {entry.file for entry in self._listed([])}
+        for path in self._path.iterdir():
+            if path.suffix == PARTIAL or (path.suffix == SUFFIX and path.name not in kept):
+                path.unlink()
+
     def put(self, record: Record) -> Entry:
         """Write a record under the name of its content. It is part of no snapshot, and not durable, until `commit`.
         Raises `OSError`.
         """
-        self._claim()
         head = json.dumps({"name": record.name, "data": record.data})
         partial = self._path / f"record{PARTIAL}"
         try:
@@ -142,8 +165,7 @@ class StateFolder:
         return path.is_file() and path.stat().st_size == entry.nbytes
 
     def commit(self, entries: Sequence[Entry]) -> None:
-        """Make these entries the snapshot, and delete the files of others. Raises `OSError`."""
-        self._claim()
+        """Make these entries the snapshot. Raises `OSError`."""
         body = {**self._head, "entries": [asdict(entry) for entry in entries]}
         content, path = json.dumps({**body, "sha256": _digest(body)}, indent=1).encode(), self._path / MANIFEST
         if not (path.is_file() and path.read_bytes() == content):
@@ -155,10 +177,6 @@ class StateFolder:
                 os.fsync(file.fileno())
             partial.replace(path)
             self._force()
-        kept = {entry.file for entry in entries}
-        for path in self._path.iterdir():
-            if path.suffix == PARTIAL or (path.suffix == SUFFIX and path.name not in kept):
-                path.unlink()
 
     def _listed(self, damaged: list[Damage]) -> list[Entry]:
         """Return the entries of the manifest; none where it is missing or `damaged`. Raises `StateRefused`."""
@@ -176,21 +194,6 @@ class StateFolder:
         except StateDamaged as damage:
             damaged.append(Damage(MANIFEST, (), damage.why))
             return []
-
-    def _claim(self) -> None:
-        """Before the first write, move state of another model or format to a folder of its own, its manifest last."""
-        if self._is_ours:
-            return
-        try:
-            self._listed([])
-        except StateRefused as refusal:
-            aside = next(path for n in count(1) if not (path := self._path / f"refused-{n}").exists())
-            aside.mkdir()
-            for path in [*self._path.glob(f"*{SUFFIX}"), self._path / MANIFEST]:
-                path.replace(aside / path.name)
-            self._force()
-            logger.warning("state that cannot be used is moved to %s: %s", aside, refusal)
-        self._is_ours = True
 
     def _force(self) -> None:
         """Sync the folder, which makes renames durable."""

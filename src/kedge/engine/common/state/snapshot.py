@@ -68,7 +68,7 @@ class EngineState:
     def save(self) -> SavedState:
         """Write a snapshot of what is learned now, see `LocalEngine.save`."""
         began = time.monotonic()
-        with self._lock:
+        with self._lock, self._files.writing():
             ask = self._ask
             found = ask(lambda anchors, bases: keys(anchors, bases, values=self._values)) if ask else []
             made = {name_of(key): self._saved(ask, key) for key in found if ask}
