@@ -68,11 +68,12 @@ def run_python(code: str, limits: SandboxLimits = DEFAULT) -> SandboxResult:
     read, write = os.pipe()
     with (
         os.fdopen(read, "rb") as report,
+        os.fdopen(write, "wb") as given,
         tempfile.TemporaryDirectory(prefix="kedge-", ignore_cleanup_errors=True) as home,
         tempfile.TemporaryFile() as out,
     ):
-        with os.fdopen(write, "wb"):
-            process = _start(limits, home, out, write)
+        process = _start(limits, home, out, write)
+        given.close()  # the child has it
         ended = _finish(process, code.encode("utf-8", "surrogatepass"), WALL * limits.seconds)
         out.seek(0)
         most = limits.output_kb * 1024
