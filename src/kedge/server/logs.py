@@ -34,7 +34,7 @@ class Seldom(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         key, last = str(record.msg)[:40], self._last.get(str(record.msg)[:40])
-        if record.levelno < logging.WARNING or (last is not None and record.created - last < self._seconds):
+        if record.levelno < logging.WARNING or (last is not None and abs(record.created - last) < self._seconds):
             return record.levelno < logging.WARNING
         self._last[key] = record.created
         return True
