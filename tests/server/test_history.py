@@ -102,14 +102,14 @@ def test_texts_are_kept_of_those_who_allow_it_and_go_with_their_budget(monkeypat
 
 
 def test_nothing_grows() -> None:
-    history = History()
+    history, said = History(), replace(receipt(computed=1), misses=(Miss("p1", "why"),) * 999)
     for number in range(ENTRIES + 9):
-        answer(history, request(number, f"a{number}", run=f"r{number}", fixed=3), receipt(computed=1))
+        answer(history, request(number, f"a{number}", run=f"r{number}", fixed=3), said)
         history.forecast({AgentKey(Namespace(ACME), "c", "r", f"expected{number}"): NextRun(1)})
         history.failed(ACME, CallFailure(400, "bad", "why", agent=f"a{number}"))
     state = history.state(ACME)
     assert [len(state[part]) for part in ("calls", "steps", "failures")] == [ENTRIES, ENTRIES, REMEMBERED]
-    assert len(history.fixed_prompts(ACME)) == REMEMBERED
+    assert len(history.fixed_prompts(ACME)) == len(state["calls"][0]["misses"]) == REMEMBERED
     assert not history._tenants[ACME].live
 
 

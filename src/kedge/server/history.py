@@ -25,7 +25,7 @@ from kedge.types import AgentKey, Completion, FinishReason, GenerateRequest, Req
 from kedge.workflow.forecast import Changes
 
 REMEMBERED = 64
-"""Of a tenant: agents whose fixed prompt is known, failures, and ended runs of the server."""
+"""Of a tenant: agents whose fixed prompt is known, failures, and ended runs of the server. Of a call: misses"""
 MAX_TEXT_TOKENS = 1 << 17
 """Of all prompts and answers that are kept of one tenant."""
 
@@ -59,7 +59,7 @@ class CallRecord:
     """While the engine has it, and as long as its text is kept."""
     state: CallState = CallState.WAITING
     answer: Mapping[str, Any] = field(default_factory=dict)
-    """Its receipt as plain data."""
+    """Its receipt as plain data, with its first misses: a prompt may have thousands of segments."""
     completion: Completion | None = None
     """As long as its text is kept."""
 
@@ -151,8 +151,8 @@ class History(Watcher):
             call.at, call.changed = self._clock(), mine.version
             call.state = CallState.DONE if answer else CallState.STOPPED
             if answer:
-                outcome = {"finish_reason": answer.finish_reason, "answer_tokens": len(answer.tokens)}
-                call.answer = {**receipt(answer), **outcome}
+                told = receipt(answer) | {"finish_reason": answer.finish_reason, "answer_tokens": len(answer.tokens)}
+                call.answer = {**told, "misses": told["misses"][:REMEMBERED]}
             if answer and self.keeps_texts(tenant):
                 call.completion = answer
                 mine.trim_texts()
