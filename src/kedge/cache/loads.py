@@ -62,8 +62,7 @@ class Demands:
 
     def withdraw(self, request_id: RequestId) -> None:
         """Forget a request that is being admitted, or was cancelled. What is on its way still comes."""
-        demand = self._waiting.pop(request_id, None)
-        if demand and demand.node.parent:
+        if (demand := self._waiting.pop(request_id, None)) and demand.node.parent:
             self._tiers.tree.want(demand.node, -1)
 
     def retry(self) -> bool:
@@ -72,11 +71,6 @@ class Demands:
         for demand in denied:
             self._advance(demand)
         return any(demand.denied for demand in denied)
-
-    @property
-    def denied(self) -> bool:
-        """Whether a demanded load found no room."""
-        return any(demand.denied for demand in self._waiting.values())
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless every node counts the requests that wait for it."""

@@ -143,6 +143,8 @@ class CacheManager:
         self.prefetcher = Prefetcher(self._owners, self._lacking, self._prefetch, self.tiers.settings.unlabelled_step)
         self._partial = PartialBlocks(self._tree, copy_beginning)
         self._held: dict[RequestId, Holding] = {}
+        self.starved = False
+        """Whether a demanded load found no room on the device, as of the last `pump`"""
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -311,7 +313,8 @@ class CacheManager:
         """
         ended = self.tiers.drain()
         self.prefetcher.due |= any(one.outcome is not Outcome.FAILED for one in ended)
-        if not self._demands.retry() and self.tiers.host_blocks:
+        self.starved = self._demands.retry()
+        if not self.starved and self.tiers.host_blocks:
             self.prefetcher.start(self.tiers.pending())
         return bool(ended)
 
@@ -321,18 +324,13 @@ class CacheManager:
         return self._tree.version
 
     @property
-    def starved(self) -> bool:
-        """Whether a demanded load finds no room on the device."""
-        return self._demands.denied
-
-    @property
     def transferring(self) -> bool:
         """Whether a copy is queued or under way: blocks may come free without any request ending."""
         return bool(self.tiers.pending())
 
     def observe_compute(self, tokens: int, seconds: float) -> None:
         """Learn from a prefill of `tokens` that took `seconds`, which a load has to beat."""
-        self.tiers.transfers.cost.compute.observe(tokens, seconds)
+        self.tiers.transfers.cost.computed(tokens, seconds)
 
     def limit_host(self, tenant: TenantId, nbytes: int | None) -> None:
         """Limit the host bytes of a tenant from its next copy on, in whole blocks; None is no limit.

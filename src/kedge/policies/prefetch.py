@@ -58,6 +58,14 @@ class CostModel:
     def __init__(self) -> None:
         self.load, self.compute = UnitCost(), UnitCost()
 
+    def computed(self, tokens: int, seconds: float, fade: float = 0.999) -> None:
+        """Learn what a pass took, if it had tokens. After each, loads seem to take a little less: only those that pay
+        are measured, and where they were slow for once, as on a busy machine, there would never be any again.
+        """
+        self.compute.observe(tokens, seconds)
+        if tokens and self.load.seconds_per_unit is not None:
+            self.load.seconds_per_unit *= fade
+
     def load_pays(self, blocks: int, tokens: int, blocks_ahead: int = 0) -> bool:
         """Return whether `blocks`, which wait for `blocks_ahead` others, are loaded before their `tokens` are computed.
 

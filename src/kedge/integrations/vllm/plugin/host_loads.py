@@ -207,7 +207,7 @@ class HostLoads:
     def on_reports(self, copies: Iterable[Copied], computed: tuple[int, float]) -> None:
         """Take the ends of copies on all ranks, and how many tokens they computed in how many seconds."""
         landed = [self.tier.on_copied(copied) for copied in copies]
-        self.tier.transfers.cost.compute.observe(*computed)
+        self.tier.transfers.cost.computed(*computed)
         self.prefetcher.due |= any(landed)
 
     def clear(self) -> None:
