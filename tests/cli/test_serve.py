@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kedge.cli import serve as command
+from kedge.engine.common.state.files import MANIFEST, saved_dtype
 from kedge.engine.echo import EchoEngine
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import LimitSettings, Settings
@@ -80,11 +81,10 @@ def test_auto_is_the_dtype_of_what_was_saved(tmp_path: Path) -> None:
             assert engine.inspect()["dtype"] == "bfloat16"
             engine.save(tmp_path)
             engine.load(tmp_path)
+    assert saved_dtype(tmp_path / MANIFEST) is None, "a folder that cannot be read is told when it is opened"
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_taken_port_is_told_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "open_engine", lambda *_: pytest.fail("the model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -4,6 +4,7 @@ import importlib.util
 import socket
 import sys
 from collections.abc import Sequence
+from os import strerror
 from pathlib import Path
 
 from kedge.engine.common.converted import known_copies
@@ -71,10 +72,8 @@ def require_free_port(host: str, port: int) -> None:
     except (OSError, UnicodeError) as error:  # of which the second is for a part of a name that is empty or too long
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError("server.host", host, f"is not an address of this machine: {why}") from error
-    family, kind, protocol, _, address = addresses[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            raise ConfigError("server.port", port, f"cannot listen on {host}: {error.strerror}") from error
+    family, *_, address = addresses[0]
+    try:
+        socket.create_server(address, family=family).close()
+    except OSError as error:
+        raise ConfigError("server.port", port, f"cannot listen on {host}: {strerror(error.errno or 0)}") from error

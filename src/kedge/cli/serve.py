@@ -146,14 +146,11 @@ def _serve(settings: Settings) -> None:
 def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Console) -> None:
     from kedge.server import logs
     from kedge.server.app import GracefulServer, create_app
-    from kedge.server.service import BUNDLED_MODEL
 
     logs.configure(server.log_format)
-    name = server.model_name or BUNDLED_MODEL
     app = create_app(engine, server, keys)
-    url = f"http://{server.host}:{server.port}"
     dtype = f" in {found}" if (found := engine.inspect().get("dtype")) else ""
-    console.print(f"{name}{dtype} on {url}/v1, API described at /openapi.json")
+    console.print(f"{app.state.service.model_name}{dtype}: OpenAI's API at /v1, described at /openapi.json")
     # The log is configured, and the application writes a line of its own for every call.
     options = {"host": server.host, "port": server.port, "log_config": None, "access_log": False}
     GracefulServer(app, on_failure=_exit_soon, **options).run()

@@ -17,7 +17,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -205,11 +205,10 @@ class StateFolder:
 
 
 def saved_dtype(folder: Path) -> str | None:
-    """Return the dtype of the KV in a folder; None where that is not known. Raises `OSError`."""
-    try:
+    """Return the dtype of the KV in a folder; None where that is not known."""
+    with suppress(StateDamaged, OSError):  # there is none yet, or who opens the folder is told
         return _manifest(folder / MANIFEST).get("dtype")
-    except StateDamaged:  # or there is none yet
-        return None
+    return None
 
 
 def _manifest(path: Path) -> dict[str, Any]:
