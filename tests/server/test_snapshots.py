@@ -95,6 +95,7 @@ def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
 # real processes -------------------------------------------------------------------------------------------------------
 
 MORTAL = """
+import logging
 from kedge.cli import serve
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
@@ -106,6 +107,10 @@ class Mortal(EchoEngine):
         if "die" in self.tokenizer.decode(request.tokens):
             self.fail(RuntimeError("boom"))
         return super().submit(request)
+
+    def close(self):
+        super().close()
+        logging.info("the engine is closed")
 
 def hang(answer, inputs):
     run_python("import time; time.sleep(1000)", SandboxLimits(seconds=1000))
@@ -176,26 +181,19 @@ def test_neither_a_tool_nor_the_code_that_it_runs_keeps_the_process(tmp_path: Pa
         wait_until(lambda: not any(map(is_alive, codes)))
 
 
-CLOSES = """
-import logging
-from kedge.cli import serve
-from kedge.cli.main import app
-from kedge.engine.echo import EchoEngine
-
-class Told(EchoEngine):
-    def close(self):
-        super().close()
-        logging.getLogger("kedge").info("the engine is closed")
-
-serve.open_engine = lambda settings, _: Told()
-app()"""
-
-
-def test_an_engine_is_closed_before_a_signal_ends_its_server(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_engine_is_closed_before_a_signal_ends_its_server(tmp_path: Path, number: int) -> None:
     """Else vLLM's engine core would go on for ever, with the memory of its GPU, and its last snapshot were lost."""
-    with Process(CLOSES, folder=tmp_path) as running:
-        running.popen.send_signal(signal.SIGTERM)
+    with Process(MORTAL, folder=tmp_path) as running:
+        running.popen.send_signal(number)
         assert running.until("the engine is closed") and running.popen.wait(60) == -signal.SIGTERM
+
+
+def test_a_signal_ends_the_first_process_of_a_container_too() -> None:
+    """Which the kernel protects from signals of its own, as if they were blocked."""
+    blocked = "import signal; from kedge.cli.serve import end_by_signal; signal.pthread_sigmask(0, [15])"
+    done = subprocess.run([sys.executable, "-c", f"{blocked}; end_by_signal(15)"], check=False, timeout=60)
+    assert done.returncode == 128 + signal.SIGTERM
 
 
 FLOW = """
@@ -204,8 +202,6 @@ agents:
   - {id: first, system: You are a solver., user: "Solve this. {user_question} Now answer.", max_tokens: 8}
   - {id: last, system: You end., user: "Q: {user_question} A: {agent_first_current} So:", max_tokens: 8}
 """
-
-
 SERVE = "from kedge.cli.main import app; app()"
 
 

@@ -49,6 +49,8 @@ def kedge(
 ) -> None:
     """Kedge moves KV caches between the prompts of cooperating LLM agents."""
     signal.signal(signal.SIGTERM, end_by_signal)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # and not ignored, as under nohup
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
 # A command imports torch and models in its body, so that `kedge --help` is quick.

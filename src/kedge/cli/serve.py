@@ -164,6 +164,7 @@ def end_by_signal(number: int, _: object = None) -> None:
         child.kill()
     signal.signal(number, signal.SIG_DFL)
     signal.raise_signal(number)
+    os._exit(128 + number)  # the first process of a container, which no signal of its own ends
 
 
 def _exit_soon() -> None:

@@ -172,8 +172,7 @@ class GracefulServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):
             return True
-        failure = self._service.engine.failure
-        if failure is not None:
+        if (failure := self._service.engine.failure) is not None:
             logger.critical("the engine ended by itself, and so does the server: %r", failure)
             self._on_failure()
         return failure is not None

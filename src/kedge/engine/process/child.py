@@ -152,7 +152,7 @@ def _arguments(call: Call) -> tuple[Any, ...]:
 
 def main(descriptor: int) -> None:
     """Serve the engine that the first message makes, on a socket that was inherited."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may be sent to a whole group: the program ends the engine
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to a whole group: the program ends the engine
         signal.signal(number, signal.SIG_IGN)
     connection = Connection(descriptor)
     try:
