@@ -57,9 +57,7 @@ TRUST: list[tuple[str, list[str], list[list[str]], bool]] = [
 
 
 @pytest.mark.parametrize(("bound", "allowed", "calls", "trusted"), TRUST)
-def test_a_call_must_name_one_host_that_is_trusted(
-    bound: str, allowed: list[str], calls: list[list[str]], trusted: bool
-) -> None:
+def test_a_call_names_one_trusted_host(bound: str, allowed: list[str], calls: list[list[str]], trusted: bool) -> None:
     hosts = HostCheck(FastAPI(), bound, allowed)
     assert [hosts.trusts(call) for call in calls] == [trusted] * len(calls)
 
@@ -170,6 +168,13 @@ def test_half_a_head_is_waited_for_only_so_long(running: Served, sent: bytes, mo
         opened.sendall(b"GET /health HTT")  # the second one of a connection
         while opened.recv(4096):
             pass
+
+
+def test_a_proxy_may_call_again_after_a_minute(running: Served) -> None:
+    with running.http() as http:
+        http.get("/health")
+        (opened,) = running.server.server_state.connections
+        assert min(opened.timeout_keep_alive, opened._waits.when() - opened.loop.time()) > 60
 
 
 def test_an_answer_that_nobody_reads_is_cut_off(running: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,11 +78,12 @@ class BoundedConnection(Protocol):
     Once there are too many connections, the oldest of those that wait for one of these is cut, else the new one.
     """
 
-    head_seconds = 15.0
+    head_seconds = 75  # proxies call again on connections that were idle for 60
     _waits: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.timeout_keep_alive = self.head_seconds
         if len(self.connections) > most_connections():
             waiting: Any = [one for one in self.connections if getattr(one, "_waits", None)]
             min(waiting, key=lambda one: one._waits.when(), default=self).cut()
