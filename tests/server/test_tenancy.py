@@ -180,6 +180,7 @@ def test_tenants_are_those_who_may_generate_and_without_keys_everyone_is_one() -
 
 
 BAD_FILES = [
+    "",
     "[",
     "[tenants]\nacme = 5",
     "tenants = 5",

@@ -217,4 +217,6 @@ def load_keys(file: Path | None, variable: str | None, default: LimitSettings) -
             if digest in by_hash:
                 raise ConfigError("api key", name, "duplicate of another key")
             by_hash[digest] = tenant
+    if file and not by_hash:
+        raise ConfigError("--api-keys", str(file), "has no keys: without any, everyone may call")
     return KeyRing(by_hash, default)
