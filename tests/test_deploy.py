@@ -14,7 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_command
 
-from kedge.cli.main import app
+from kedge.cli.main import EXIT_BAD_INPUT, app
 from kedge.engine.echo import EchoEngine
 from kedge.server.metrics import COUNTERS, GAUGES
 from kedge.settings import ServerSettings, Settings
@@ -38,9 +38,6 @@ class CachingEcho(EchoEngine):
 
     def inspect(self) -> dict[str, Any]:
         return {"cache": dict.fromkeys([*COUNTERS, *GAUGES], 1)}
-
-    def inspect_tenants(self, *_: object) -> dict[str, Any]:
-        return {}
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +109,7 @@ def test_image_and_unit_start_the_server_and_let_it_end() -> None:
     (seconds,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
     stop = SERVICES["kedge"]["stop_grace_period"].rstrip("s")
     assert min(int(seconds), int(stop)) > Settings().server.grace
+    assert re.findall(r"^RestartPreventExitStatus=(\d+)$", UNIT, re.MULTILINE) == [str(EXIT_BAD_INPUT)]
     assert instruction("STOPSIGNAL") == re.findall(r"^KillSignal=(\w+)$", UNIT, re.MULTILINE) == ["SIGTERM"]
 
 
