@@ -174,6 +174,7 @@ def test_a_proxy_may_call_again_after_a_minute(running: Served) -> None:
     with running.http() as http:
         http.get("/health")
         (opened,) = running.server.server_state.connections
+        wait_until(lambda: opened._waits is not None)  # which it does once the answer is sent
         assert min(opened.timeout_keep_alive, opened._waits.when() - opened.loop.time()) > 60
 
 
