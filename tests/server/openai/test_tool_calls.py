@@ -57,10 +57,12 @@ def test_two_calls_streamed(told: Talking) -> None:
     assert len("".join(said)) >= len(f"So:\n{CALL}\n{CALL}"), "what makes up a call has its chances, too"
 
 
-def test_one_call_at_a_time_where_it_is_asked_for(told: Talking) -> None:
-    assert len(answered(told, CALL + CALL, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
-    stream = answered(told, CALL + CALL, parallel_tool_calls=False, stream=True)
-    assert sum(len(chunk.choices[0].delta.tool_calls or ()) for chunk in stream) == 1
+def test_one_call_where_it_is_asked_for_or_a_function_is_named(told: Talking) -> None:
+    for asked in ({"parallel_tool_calls": False}, {"tool_choice": {"type": "function", "function": WEATHER}}):
+        assert len(answered(told, CALL + CALL, **asked).choices[0].message.tool_calls) == 1
+        assert "call)*" not in told.request().sampling.grammar
+        stream = answered(told, CALL + CALL, **asked, stream=True)
+        assert sum(len(chunk.choices[0].delta.tool_calls or ()) for chunk in stream) == 1
 
 
 def test_without_tools_nobody_is_told_and_nothing_is_read(told: Talking) -> None:

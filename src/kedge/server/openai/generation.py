@@ -306,7 +306,7 @@ class Generation:
         """Return the reader of a choice."""
         form, body = self.caller.service.settings.tool_call_parser, self.body
         if form and isinstance(body, ChatBody) and body.tools_to_use:
-            return PARSERS[form](1 if body.parallel_tool_calls is False else None)
+            return PARSERS[form](1 if body.has_one_call else None)
         return AnswerReader()
 
     def kedge(self) -> dict[str, Any]:

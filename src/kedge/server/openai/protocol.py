@@ -330,6 +330,11 @@ class ChatBody(GenerationBody):
         return self.tool_choice not in (None, "none", "auto")
 
     @property
+    def has_one_call(self) -> bool:
+        """Whether the answer has at most one call; a named function is called exactly once."""
+        return self.parallel_tool_calls is False or self.called is not None
+
+    @property
     def called(self) -> str | None:
         """The only function that may be called; None for any."""
         if not isinstance(self.tool_choice, dict):

@@ -221,7 +221,7 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     if schema is None and not body.must_call:
         return ""
     functions = [one.function for one in body.tools_to_use if one.function and body.called in (None, one.function.name)]
-    calls = _call_rules(functions, PARSERS[form], several=body.parallel_tool_calls is not False) if form else []
+    calls = _call_rules(functions, PARSERS[form], several=not body.has_one_call) if form else []
     body.left_out.extend(f"response_format.{name}" for name in unkept(schema))
     body.left_out.extend(f"tools.{name}" for one in functions for name in unkept(one.parameters))
     if schema is None:
