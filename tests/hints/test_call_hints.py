@@ -64,8 +64,6 @@ SUB_AGENT = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"}
         ),
         ({"kedge": {"run": "r", "session": "s", "final": "1"}}, {}, Hints(run="r", session="s", final=True)),
         ({}, {"x-claude-code-session-id": "s"}, Hints(session="s", run="s")),
-        ({"conversation": "s"}, {}, Hints(session="s", run="s")),
-        ({"conversation": {"id": "s"}}, {}, Hints(session="s", run="s")),
         ({}, SUB_AGENT, Hints(session="s/a", run="s", parent="s")),
         ({}, {**SUB_AGENT, "x-claude-code-parent-agent-id": "p"}, Hints(session="s/a", run="s", parent="s/p")),
         ({}, {"thread-id": "t", "x-codex-parent-thread-id": "p"}, Hints(session="t", run="t", parent="p")),

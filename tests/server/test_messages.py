@@ -128,6 +128,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": SCHEMA}}, "text.format.schema"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"), ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"tools": [{"type": "function", "name": ""}]}, "tools.name"),
         ({"tools": [{"type": "namespace", "name": "s", "tools": [{"type": "custom"}]}]}, "tools.name"),
         ({"tool_choice": {"type": "function", "name": "other"}, "tools": [FLAT]}, "tool_choice"),

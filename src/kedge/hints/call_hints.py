@@ -77,11 +77,6 @@ def _retention(value: Any) -> float:
     return read_ttl(DEFAULT_TTL if value in ("in_memory", "in-memory") else value)
 
 
-def _id(value: Any) -> str:
-    """Return the id of a conversation, which stands alone or in an object."""
-    return read_text(value.get("id") if isinstance(value, Mapping) else value)
-
-
 def _salt(value: Any) -> str:
     """Return what separates caches; SGLang's `extra_key` may be a list. An empty one would separate nothing."""
     if not (parts := value if isinstance(value, list) else [value]) or not all(parts):
@@ -107,7 +102,6 @@ BODY = (
     Rule("agents-sdk", ("metadata", "group_id"), "run", read_text),
     Rule("openai", ("prompt_cache_retention",), "keep_for", _retention),
     Rule("vllm", ("session_id",), "session", read_text),
-    Rule("openai", ("conversation",), "session", _id),
     Rule("vllm", ("cache_salt",), "salt", _salt),
     Rule("sglang", ("extra_key",), "salt", _salt),
     Rule("sglang", ("agent_hints", "workflow_id"), "workflow", read_text),

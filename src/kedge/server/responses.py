@@ -44,20 +44,18 @@ class ResponsesBody(CallBody):
     tool_choice: Any = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    previous_response_id: str | None = None
-    background: bool | None = None
 
     def chat(self) -> ChatBody:
-        others = self.model_extra or {}
-        unstored = "this server stores no responses"
-        for name, value, why in (
-            ("previous_response_id", self.previous_response_id, f"{unstored}: send the whole conversation as `input`"),
-            ("background", self.background or None, unstored),
-            ("top_logprobs", others.get("top_logprobs") or None, "this server's responses have no log-probabilities"),
-            ("input", None if self.input else self.input, "must have a text or at least one item"),
+        others, unstored = self.model_extra or {}, "nothing is stored here: send the whole conversation as `input`"
+        for name, why in (
+            ("previous_response_id", unstored),
+            ("conversation", unstored),
+            ("top_logprobs", "this server's responses have no log-probabilities"),
         ):
-            if value is not None:
-                raise RequestError(name, brief(value), why)
+            if others.get(name):
+                raise RequestError(name, brief(others[name]), why)
+        if not self.input:
+            raise RequestError("input", self.input, "must have a text or at least one item")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         skipped = [f"tools.{one.kind}" for one in self.offered if not one.tool]
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]

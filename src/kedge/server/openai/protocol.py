@@ -144,7 +144,7 @@ UNSUPPORTED: Mapping[str, Sequence[object]] = {
     name: neutral
     for names, *neutral in (
         ("echo use_beam_search return_token_ids include_stop_str_in_output return_tokens_as_token_ids", False),
-        ("add_special_tokens early_stopping return_hidden_states no_stop_trim", False),
+        ("add_special_tokens early_stopping return_hidden_states no_stop_trim background", False),
         ("skip_special_tokens spaces_between_special_tokens include_reasoning", True),
         ("top_logprobs min_tokens min_new_tokens", 0),
         ("best_of length_penalty", 1),
@@ -155,7 +155,7 @@ UNSUPPORTED: Mapping[str, Sequence[object]] = {
         ("response_format", {"type": "text"}),
         ("modalities", ["text"]),
         ("allowed_token_ids truncate_prompt_tokens max_new_tokens logits_processors chat_template lora_path",),
-        ("custom_logit_processor mm_processor_kwargs prompt_logprobs audio prediction web_search_options",),
+        ("custom_logit_processor mm_processor_kwargs prompt prompt_logprobs audio prediction web_search_options",),
         ("structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema regex ebnf",),
     )
     for name in str(names).split()
