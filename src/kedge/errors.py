@@ -68,9 +68,10 @@ class PromptTooLong(RequestError):
     tokens = most = 0
 
     @classmethod
-    def of(cls, key: str, tokens: int, most: int, why: str = "") -> Self:
-        """Return the error of a prompt of so many tokens, where there may be at most so many; clients look for it."""
-        error = cls(key, tokens, why or f"this model's maximum context length is {most} tokens")
+    def of(cls, key: str, tokens: int, most: int) -> Self:
+        """Return the error of a prompt of so many tokens, in the words that clients of each protocol look for."""
+        limit = f"{most} maximum, this model's maximum context length is {most} tokens"
+        error = cls(key, tokens, f"prompt is too long: {tokens} tokens > {limit}")
         error.tokens, error.most = tokens, most
         return error
 

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.func import entrypoint, task
@@ -188,6 +189,11 @@ def test_an_attached_graph_inside_another_one(team: Team, received: ReceivedHint
 def test_outside_of_graphs_nothing_is_sent(received: ReceivedHints) -> None:
     model(received).invoke("hello")
     assert received.all == [Hints()]
+
+
+def test_a_prompt_that_is_too_long_is_an_overflow_after_which_langchain_compacts(received: ReceivedHints) -> None:
+    with pytest.raises(ContextOverflowError):
+        model(received).invoke("x" * 9000)
 
 
 # forecasts ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from kedge.integrations.openai_client import acting, workflow
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.step_graph import Node, StepGraph
 from tests.integrations.conftest import ReceivedHints
-from tests.server.conftest import FLOW
+from tests.server.conftest import FLOW, YAML
 
 TEAM = Workflow(
     "team",
@@ -30,9 +30,8 @@ def client(received: ReceivedHints) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:
-    return client.chat.completions.create(
-        model="kedge-nano", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, **options
-    )
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, **options}
+    return client.chat.completions.create(model="kedge-nano", **asked)
 
 
 def test_every_call_has_its_run_its_agent_and_a_forecast(client: openai.OpenAI, received: ReceivedHints) -> None:
@@ -104,18 +103,13 @@ def test_hints_of_the_call_itself_win(client: openai.OpenAI, received: ReceivedH
 
 
 def test_a_registered_workflow_is_followed_by_the_server(client: openai.OpenAI, received: ReceivedHints) -> None:
-    httpx.post(
-        f"{received.url}/workflows", content=FLOW, headers={"content-type": "application/yaml"}
-    ).raise_for_status()
+    httpx.post(f"{received.url}/workflows", content=FLOW, headers=YAML).raise_for_status()
+    bound = {"kedge": {"bindings": {"user_question": "Q"}}}
     with workflow(client, "pair") as run:
-        for agent, wants in (("first", {"user_question": "Q"}), ("last", {"user_question": "Q"})):
-            answer = run.agent(agent).chat.completions.create(
-                model="kedge-nano", messages=[], max_tokens=2, extra_body={"kedge": {"bindings": wants}}
-            )
-            assert answer.choices[0].message.content
-        forecast = received.served.service.client_runs.board
+        for agent in ("first", "last"):
+            assert ask(run.agent(agent), messages=[], extra_body=bound).choices[0].message.content
     assert [hints.steps for hints in received.calls] == [None, None]
-    assert forecast.ignored == 0
+    assert received.served.service.client_runs.board.ignored == 0
 
 
 def test_a_run_with_an_id_goes_on_in_another_block(client: openai.OpenAI, received: ReceivedHints) -> None:

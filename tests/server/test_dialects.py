@@ -241,6 +241,7 @@ def test_both_events_of_a_stream_count_the_same_input(told: Talking) -> None:
 def test_errors_have_anthropics_types(http: httpx.Client, path: str, body: Any, status: int, kind: str) -> None:
     answer = http.post(path, json=body)
     assert (answer.status_code, answer.json()["type"], answer.json()["error"]["type"]) == (status, "error", kind)
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
 # calls and results in older words ------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ def test_a_stream_that_fails_says_so_in_its_last_event(client: openai.OpenAI) ->
     assert [one.type for one in events[-2:]] == ["error", "response.failed"]
     error = events[-1].response.error
     assert (error.code, events[-1].response.status) == ("context_length_exceeded", "failed")
-    assert error.message == "input='9017 tokens': this model's maximum context length is 8192 tokens"
+    assert error.message.endswith("9017 tokens > 8192 maximum, this model's maximum context length is 8192 tokens")
     engine = EchoEngine(delay_s=0.001)
     with engine, serving(engine) as running:
         stream = running.client().responses.create(model=MODEL, input="x" * 4000, stream=True)

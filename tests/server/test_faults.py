@@ -61,7 +61,8 @@ def test_a_body_that_is_no_json_is_a_bad_request(http: httpx.Client, path: str, 
 
 
 def test_unknown_names(http: httpx.Client) -> None:
-    assert refused(http.post(CHAT, json={**HELLO, "model": "gpt"}), 404, "model")["code"] == "model_not_found"
+    for answer in (http.post(CHAT, json={**HELLO, "model": "gpt"}), http.get("/v1/models/gpt/other")):
+        assert refused(answer, 404, "model")["code"] == "model_not_found"
     refused(http.get("/v1/nothing"), 404)
     refused(http.get(CHAT), 405)
     body = {"messages": [], "kedge": {"workflow": "none", "agent": "a", "bindings": {}}}

@@ -31,7 +31,7 @@ LEAST: dict[str, dict[str, Any]] = {
     HINTS: {},
 }
 PROMPT = "Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"
-MOST = "this model's maximum context length is 8192 tokens"
+MOST = "8192 maximum, this model's maximum context length is 8192 tokens"
 STOP = "Input should be a string or a list of strings"
 PARTS = "Input should be a string or a list of parts (objects with a `type`, and `text` where that is a text)"
 MODES = "'off', 'exact' or 'translate'"
@@ -52,7 +52,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
         ("", "prompt='': has no tokens"), ([], "prompt=[]: must not be empty"), ([[]], "prompt=[]: has no tokens"),
         (["a", ""], "prompt='': has no tokens"),
         ([97, 300], "prompt=300: must be from 0 to 258, in the vocabulary of 259"),
-        ("x" * 9000, f"prompt='9000 tokens': {MOST}"),
+        ("x" * 9000, f"prompt='9000 tokens': prompt is too long: 9000 tokens > {MOST}"),
         ("\ud800", "prompt='\\ud800': must be valid Unicode, without lone surrogates"),
     )),
     *((TEXT, {"stop": bad}, "stop", STOP) for bad in (5, ["a", 1], {})),
@@ -68,7 +68,7 @@ WRONG: list[tuple[str, object, str | None, str]] = [
     *((CHAT, {"messages": bad}, "messages", said) for bad, said in (
         ([5], "messages.0=5: Input should be an object"), ("hi", "messages='hi': Input should be a valid list"),
         *(([{**HI[0], "content": bad}], PARTS) for bad in (5, [5], [{"type": "text"}], [{"type": 5}])),
-        ([{**HI[0], "content": "x" * 9000}], f"messages='9018 tokens': {MOST}"),
+        ([{**HI[0], "content": "x" * 9000}], f"messages='9018 tokens': prompt is too long: 9018 tokens > {MOST}"),
         ([{"role": "assistant", "tool_calls": [{"function": 5}]}],
          "messages.0.tool_calls.0.function=5: Input should be an object"),
         ([], ""), ([{"role": "robot", "content": "x"}], ""), ([ANSWERED], ""),

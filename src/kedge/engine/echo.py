@@ -159,8 +159,7 @@ class EchoEngine(Engine):
         require_sensible(request, self.tokenizer.vocab_size, self._max_prompt)
         prompt, more = request.prompt_tokens, request.sampling.max_tokens
         if prompt + more > self.cache.num_blocks:
-            why = f"with {more} more it exceeds the cache"
-            raise PromptTooLong.of("prompt_tokens", prompt, self.cache.num_blocks - more, why)
+            raise PromptTooLong.of("prompt_tokens", prompt, self.cache.num_blocks - more)
         answer = itertools.cycle((*self._answer(request), 257))
         text = TextStream(ByteTokenizer(), request.sampling.stop)  # answers are bytes, also with another tokenizer
         job = _Job(request, TokenStream(request.request_id), answer, text, time.perf_counter())

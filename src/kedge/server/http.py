@@ -386,8 +386,6 @@ async def answer_error(request: Request, error: Exception) -> JSONAnswer:
     service.failed(tenant.id if tenant else None, failure, is_listed=is_listed)
     body = failure.body()
     if path.startswith("/v1/messages"):
-        if isinstance(error, PromptTooLong):  # which clients look for
-            body["error"]["message"] = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
         kind = ANTHROPIC_TYPES.get(failure.status, INVALID_REQUEST)
         body = {"type": "error", "error": {**body["error"], "type": kind}}
     return JSONAnswer(body, failure.status, headers=headers)

@@ -85,7 +85,7 @@ CLIENT_GONE = 499
 
 
 class AccessLogMiddleware:
-    """Outermost middleware: it logs each call and names it in the answer's `X-Request-Id`."""
+    """Outermost middleware: it logs each call and names it in the answer's `X-Request-Id` and `Request-Id`."""
 
     def __init__(self, app: ASGIApp, tracing: OpenTelemetry | None) -> None:
         self._app, self._tracing = app, tracing
@@ -102,7 +102,8 @@ class AccessLogMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+                own = [(header, name.encode()) for header in (b"x-request-id", b"request-id")]  # OpenAI's, Anthropic's
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         try:
