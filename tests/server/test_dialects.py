@@ -86,9 +86,11 @@ def test_the_model_reads_that_there_was_what_it_cannot_read(
 
 def test_texts_of_other_kinds_are_read(told: Talking, http: httpx.Client) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "A whole book."}
-    content = [{"type": "document", "source": source}, {"type": "thinking", "thinking": "Hm."}]
-    answer = said(http, MESSAGES, messages=[{"role": "user", "content": content}])
-    assert "A whole book." in told.prompt() and "Hm." not in told.prompt() and "ignored" not in answer["kedge"]
+    documents = [{"type": "document", "source": one} for one in (source, {"type": "content", "content": [SEE, SEE]})]
+    found = {"type": "search_result", "source": "/a", "title": "A", "content": [{"type": "text", "text": "Found."}]}
+    answer = said(http, MESSAGES, messages=[user(*documents, found, {"type": "thinking", "thinking": "Hm."})])
+    assert "A whole book.see\nseeFound." in told.prompt() and "Hm." not in told.prompt()
+    assert "ignored" not in answer["kedge"]
     said(http, CHAT, messages=[ASK, {"role": "assistant", "content": [{"type": "refusal", "refusal": "I won't."}]}])
     assert "I won't." in told.prompt()
 

@@ -117,11 +117,14 @@ def _chat_messages(message: TurnMessage) -> list[dict[str, Any]]:
 
 
 def _part(block: Any) -> Any:
-    """Return a block as a part of a message; a document may be a text."""
-    source = block.get("source") if isinstance(block, dict) else None
-    if isinstance(source, dict) and source.get("type") == "text" and "text" not in block:
-        return {**block, "text": source.get("data")}
-    return block
+    """Return a block as a part of a message; a document may be a text, or texts, as a search result is."""
+    if not isinstance(block, dict) or "text" in block:
+        return block
+    source = block["source"] if isinstance(block.get("source"), dict) else block
+    given = source.get("data") if source.get("type") == "text" else source.get("content")
+    parts = given if isinstance(given, list) else [{"text": given}]
+    texts: list[Any] = [one.get("text") if isinstance(one, dict) else None for one in parts]
+    return {**block, "text": "\n".join(texts)} if all(isinstance(one, str) for one in texts) else block
 
 
 class MessagesWriter(AnswerWriter):

@@ -39,11 +39,8 @@ def transformers_own(tokenizer: HFTokenizer, turns: list[Any], **more: Any) -> l
 
 
 def called(arguments: Any, name: str = "f", content: str = "") -> dict[str, Any]:
-    return {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
-    }
+    call = {"function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
