@@ -34,7 +34,7 @@ NO_TORCH = (
     "kedge.settings",
     "kedge.cli.main",
 )
-STDLIB_ONLY = {"workflow": {"yaml", "pydantic"}}
+STDLIB_ONLY = {"workflow": {"yaml", "pydantic"}, "cli": {"rich", "torch", "transformers", "typer"}}
 STDLIB_ONLY |= dict.fromkeys(("cache", "structures", "policies", "discovery"), set[str]())
 """Rooms that need nothing but Python, with what they may import all the same."""
 MODULES = [module for module in GRAPH.files if len(module) > 1]

@@ -4,7 +4,6 @@ import signal
 from typing import Annotated, Any
 
 import typer
-from click import UsageError
 from typer.core import TyperGroup
 
 from kedge import __version__
@@ -16,7 +15,7 @@ from kedge.cli.run import run
 from kedge.cli.serve import end_by_signal, serve
 from kedge.errors import KedgeError
 
-EXIT_BAD_INPUT = UsageError.exit_code
+EXIT_BAD_INPUT = typer.BadParameter.exit_code
 
 
 class _Commands(TyperGroup):
