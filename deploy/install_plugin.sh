@@ -5,5 +5,7 @@ set -euo pipefail
 python="$(command -v python3 || command -v python)"
 install() { "$python" -m pip install --no-cache-dir --disable-pip-version-check "$@"; }
 install --no-deps "$1"/kedge-*.whl
-install 'pydantic-settings>=2.8' 'typer>=0.15' 'rich>=13.9'
+"$python" -c 'from importlib.metadata import requires
+print(*(one for one in requires("kedge") if one.startswith(("pydantic-settings", "rich", "typer"))), sep="\n")' \
+    | install -r /dev/stdin
 "$python" -c 'import vllm; from kedge.integrations.vllm.entry_point import register; register()'

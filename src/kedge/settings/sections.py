@@ -13,7 +13,6 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
-    ModelWrapValidatorHandler,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -24,6 +23,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.functional_validators import ModelWrapValidatorHandler
 from pydantic_core import PydanticCustomError
 
 from kedge.checks import brief, parse_host
