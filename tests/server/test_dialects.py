@@ -6,6 +6,7 @@ name, or named in the answer as ignored.
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.server.anthropic import MessagesBody
 from kedge.server.openai.protocol import UNSUPPORTED, ChatBody, CompletionBody
-from kedge.server.openai.tool_calls import Hermes
+from kedge.server.openai.tool_calls import Hermes, read_json
 from kedge.server.responses import ResponsesBody
 from kedge.types import SamplingParams
 from tests.server.conftest import CALL, MODEL, WEATHER, Served, Talking, serving
@@ -98,13 +99,8 @@ def test_texts_of_other_kinds_are_read(told: Talking, http: httpx.Client) -> Non
 # tools that a server does not run ------------------------------------------------------------------------------------
 
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Patches.", "format": {"type": "grammar"}}
-SPACE = {
-    "type": "namespace",
-    "name": "mcp__docs",
-    "description": "Docs.",
-    "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}}, {"type": "search"}],
-}
 FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+SPACE = {"type": "namespace", "name": "mcp__docs", "description": "Docs.", "tools": [FIND, {"type": "search"}]}
 
 
 @pytest.mark.parametrize(
@@ -330,8 +326,11 @@ def test_a_number_that_json_cannot_write_is_said_again_as_null(told: Talking, pl
 
 
 def test_what_nests_too_deeply_to_be_said_again_is_refused_before_it_is_answered(told: Talking) -> None:
-    before, answers = len(told.served.engine.requests), list[int]()
-    for depth in range(850, 999, 4):
+    before, answers, deepest = len(told.served.engine.requests), list[int](), 850
+    with suppress(ValueError):  # near 1,000 on Python 3.11, where JSON is read as deep as calls may be, later far above
+        while read_json("[" * deepest + "]" * deepest):
+            deepest += 4
+    for depth in range(deepest - 149, deepest + 1, 4):
         body = f'{{"input": "?", "metadata": {{"x": {"[" * depth}{"]" * depth}}}}}'.ljust(1 << 17)
         answer = told.served.http().post(RESPONSES, content=body, headers={"Content-Type": "application/json"})
         answers.append(answer.status_code)
