@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import sys
 import uuid
+from typing import Any
 
-import httpx
 from openai import OpenAI
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
@@ -64,15 +64,15 @@ def ask(client: OpenAI, model: str, run: str, agent: str, question: str) -> str:
 
 
 def main() -> None:
-    registered = httpx.post(f"{URL}/v1/workflows", json=TEAM).raise_for_status().json()
     client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+    registered = client.post("/workflows", body=TEAM, cast_to=dict[str, Any])
     model = client.models.list().data[0].id
     for question in QUESTIONS:
         print(question)
         run = uuid.uuid4().hex
         for agent in registered["agents"]:
             ask(client, model, run, agent["id"], question)
-        httpx.post(f"{URL}/v1/hints", json={"kedge": {"run": run, "final": True}}).raise_for_status()
+        client.post("/hints", body={"kedge": {"run": run, "final": True}}, cast_to=object)
 
 
 if __name__ == "__main__":
