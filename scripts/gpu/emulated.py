@@ -32,12 +32,13 @@ class Device:
     """A device that does one pass after the other, beside the host."""
 
     def __init__(self) -> None:
-        self.begun = self.ended = 0.0
-        """Of the last pass that was started"""
+        self.begun = self.ended = self.waited = 0.0
+        """Of the last pass that was started; the last one, how long the device had nothing to do before it"""
 
     def start(self, seconds: float) -> None:
         """Start a pass."""
         self.begun = max(self.ended, time.monotonic())
+        self.waited = self.begun - self.ended if self.ended else 0.0
         self.ended = self.begun + seconds
 
     def wait(self, until: float | None = None) -> None:
@@ -52,27 +53,20 @@ class Passes:
     """The passes that were started, as `PassEvents` has them."""
 
     def __init__(self) -> None:
-        self._started: list[tuple[int, int, float, float]] = []
-        self._last = 0.0
+        self._started: list[tuple[int, int, float, float, float]] = []
 
     def begin(self) -> None:
         """Do nothing: a pass begins when it is started."""
 
     def end(self, tokens: int, rows: int) -> None:
         """Note that a pass has been started."""
-        self._started.append((tokens, rows, device.begun, device.ended))
+        self._started.append((tokens, rows, device.begun, device.ended, device.waited))
 
     def take_ended(self) -> list[tuple[int, int, float, float]]:
-        """Return the tokens, the requests and the seconds of all that have ended since the last call, and the seconds
-        between each and the one before.
-        """
+        """Return tokens, requests, seconds and the gap before it, of each that has ended since the last call."""
         ended = [one for one in self._started if one[3] <= time.monotonic()]
         self._started = [one for one in self._started if one not in ended]
-        found = []
-        for tokens, rows, begin, end in ended:
-            found.append((tokens, rows, end - begin, begin - (self._last or begin)))
-            self._last = end
-        return found
+        return [(tokens, rows, end - begin, waited) for tokens, rows, begin, end, waited in ended]
 
 
 def emulate_runner(module: Any) -> None:

@@ -72,6 +72,11 @@ class Demands:
             self._advance(demand)
         return any(demand.denied for demand in denied)
 
+    @property
+    def denied(self) -> bool:
+        """Whether a demanded load found no room."""
+        return any(demand.denied for demand in self._waiting.values())
+
     def check_integrity(self) -> None:
         """Raise `PlanError` unless every node counts the requests that wait for it."""
         waiting = Counter(demand.node for demand in self._waiting.values())

@@ -143,8 +143,6 @@ class CacheManager:
         self.prefetcher = Prefetcher(self._owners, self._lacking, self._prefetch, self.tiers.settings.unlabelled_step)
         self._partial = PartialBlocks(self._tree, copy_beginning)
         self._held: dict[RequestId, Holding] = {}
-        self.starved = False
-        """Whether a demanded load found no room on the device, as of the last `pump`"""
 
     # requests -------------------------------------------------------------------------------------------------
 
@@ -313,8 +311,7 @@ class CacheManager:
         """
         ended = self.tiers.drain()
         self.prefetcher.due |= any(one.outcome is not Outcome.FAILED for one in ended)
-        self.starved = self._demands.retry()
-        if not self.starved and self.tiers.host_blocks:
+        if not self._demands.retry() and self.tiers.host_blocks:
             self.prefetcher.start(self.tiers.pending())
         return bool(ended)
 
@@ -322,6 +319,11 @@ class CacheManager:
     def version(self) -> int:
         """A number that grows whenever answers of `match` or `status` may have changed."""
         return self._tree.version
+
+    @property
+    def starved(self) -> bool:
+        """Whether a demanded load finds no room on the device."""
+        return self._demands.denied
 
     @property
     def transferring(self) -> bool:

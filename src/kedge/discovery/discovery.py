@@ -142,8 +142,8 @@ class Discovery:
         self._ends: BoundedDict[Hashable, RunId | None] = BoundedDict(MAX_VALUES)
         """The last block of a prompt -> the run of those that end with it, or `SEVERAL`; None where it is not known"""
         self._texts_of_runs = TextsOfRuns(self.runs.__contains__)
-        self._examples, self._sayers = _Prompts(), _Prompts()
-        """Prompts that a template may be learned from, and those whose answers have no label yet"""
+        self._examples, self._unnamed = _Prompts(), _Prompts()
+        """Prompts that a template may be learned from, and those of agents that are not known yet"""
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
         self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_VALUES)
         self._labels: BoundedDict[str, Around] = BoundedDict(MAX_VALUES)
@@ -197,7 +197,7 @@ class Discovery:
             text = token_bytes.pack(answer)
             if asked.run is not None:
                 self._texts_of_runs.answered(sample, asked.run.id, self.texts.index.equal(text))
-            named = replace(asked, prompt=b"", chain=()) if asked.agent else self._sayers.keep(asked)
+            named = replace(asked, prompt=b"", chain=()) if asked.agent else self._unnamed.keep(asked)
             self.texts.put(KnownText(text, (partial(self._label_of, named),), sample))
         if asked.run is not None:
             self.runs.ended(asked.run, now)

@@ -80,9 +80,7 @@ class LinearCost:
         """Go a little towards the prior, until the next fit. For work that is observed only where its cost seems low:
         where it was slow for once, as on a busy machine, it would never be done again.
         """
-        self._seconds = [
-            prior + rest * (now - prior) for prior, now in zip(self._prior.tolist(), self._seconds, strict=True)
-        ]
+        self._seconds = [one + rest * (now - one) for one, now in zip(self._prior.tolist(), self._seconds, strict=True)]
 
     def of(self, counts: Sequence[float]) -> float:
         """Return the expected seconds of work with these counts."""

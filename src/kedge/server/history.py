@@ -151,8 +151,8 @@ class History(Watcher):
             call.at, call.changed = self._clock(), mine.version
             call.state = CallState.DONE if answer else CallState.STOPPED
             if answer:
-                told = receipt(answer) | {"finish_reason": answer.finish_reason, "answer_tokens": len(answer.tokens)}
-                call.answer = {**told, "misses": told["misses"][:REMEMBERED]}
+                data = receipt(answer) | {"finish_reason": answer.finish_reason, "answer_tokens": len(answer.tokens)}
+                call.answer = data | {"misses": data["misses"][:REMEMBERED]}
             if answer and self.keeps_texts(tenant):
                 call.completion = answer
                 mine.trim_texts()

@@ -206,7 +206,7 @@ class StateFolder:
 
 def saved_dtype(folder: Path) -> str | None:
     """Return the dtype of the KV in a folder; None where that is not known."""
-    with suppress(StateDamaged, OSError):  # there is none yet, or who opens the folder is told
+    with suppress(StateDamaged, OSError):  # nothing is saved yet, or opening the folder will raise the error
         return _manifest(folder / MANIFEST).get("dtype")
     return None
 

@@ -97,9 +97,7 @@ class PassEvents:
             self._begin = None
 
     def take_ended(self) -> list[tuple[int, int, float, float]]:
-        """Return the tokens, the requests and the seconds of all passes that have ended since the last call, and the
-        seconds between each and the one before.
-        """
+        """Return tokens, requests, seconds and the gap before it, of each pass that has ended since the last call."""
         ended = []
         while self._started and self._started[0][3].query():
             tokens, rows, begin, done = self._started.popleft()
