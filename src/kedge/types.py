@@ -322,6 +322,14 @@ class GenerateRequest:
         return sum(len(segment.tokens) for segment in self.segments)
 
     @property
+    def fixed_length(self) -> int | None:
+        """How many leading tokens all calls of its agent share, as it says: `fixed`, else its first prefix segment."""
+        if self.fixed is not None and 0 <= self.fixed <= self.prompt_tokens:
+            return self.fixed
+        first, *others = self.segments
+        return len(first.tokens) if others and not first.is_placeholder else None
+
+    @property
     def wants_translation(self) -> bool:
         """Whether its client lets values in it be translated. One that does not concerns neither guard nor planner."""
         return self.reuse is ReuseMode.TRANSLATE and any(one.is_placeholder for one in self.segments)

@@ -57,16 +57,13 @@ class FixedLengths:
         self._heads = SharedHeads()
 
     def of(self, request: GenerateRequest, chain: Sequence[Hashable]) -> int | None:
-        """Return the request's own length, else that of its first prefix segment if others follow, else up to the last
-        block from which prompts of its namespace went on in several ways. None: not known (yet).
+        """Return the length that the request states, else up to the last block from which prompts of its namespace went
+        on in several ways. None: not known (yet).
 
         `chain` may go on with the answer.
         """
-        if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
-            return request.fixed
-        first, *others = request.segments
-        if others and not first.is_placeholder:
-            return len(first.tokens)
+        if (length := request.fixed_length) is not None:
+            return length
         own = [(request.namespace, block) for block in chain[: request.prompt_tokens // self._block_size]]
         self._heads.observe(own, hash(request.tokens[len(own) * self._block_size :]))
         return next(((at + 1) * self._block_size for at in self._heads.find(own)), None)

@@ -214,7 +214,7 @@ def request_hints(request: GenerateRequest) -> dict[str, Any]:
         "client": short(request.client),
         "agent": short(request.agent),
         "produces": short(str(request.produces or "")),
-        "fixed_tokens": _fixed(request),
+        "fixed_tokens": request.fixed_length,  # not every request sends segments
         "segments": [_of_segment(one) for one in request.segments] if has_segments else None,
     }
     return _given(hints) | turn_hints(request.turn) | guard_hints(request.guard)
@@ -229,14 +229,6 @@ def _of_segment(segment: Segment) -> dict[str, Any]:
         "in_context": segment.in_context,
         "placeholder_text": list(segment.placeholder_text),
     }
-
-
-def _fixed(request: GenerateRequest) -> int | None:
-    """Return the request's fixed length, else that of its first prefix segment: not every request sends segments."""
-    if request.fixed is not None and 0 <= request.fixed <= request.prompt_tokens:
-        return request.fixed
-    first, *others = request.segments
-    return len(first.tokens) if others and not first.is_placeholder else None
 
 
 def turn_hints(turn: TurnHints) -> dict[str, Any]:
