@@ -267,7 +267,7 @@ def test_text_that_is_left_after_a_prompt_was_drafted_is_moved_if_it_is_looked_f
     ]
     assert [[(one.start, one.tokens) for one in found] for found in added] == [[], [(2 + SIZE, len(TEXT))]]
     assert stage.runtime.planner.grow(drafts[1], other, 4, again=True) == [], "all is drafted"
-    plans = [stage.runtime.planner.seal(draft, other) for draft in drafts]
+    plans = [stage.runtime.planner.seal(draft) for draft in drafts]
     assert [len(plan.computed) for plan in plans] == [2 + len(TEXT) + 6, 2 + 6]
 
 

@@ -109,7 +109,7 @@ class Planner:
         """
         draft = self.draft(request, exact)
         self.grow(draft, request, len(request.segments))
-        return self.seal(draft, request)
+        return self.seal(draft)
 
     def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
         """Return a draft in which nothing but the `exact` tokens has been decided."""
@@ -134,32 +134,33 @@ class Planner:
         if again:
             texts, draft.texts = draft.texts, []
             for value, text in texts:
-                self._move_after(request, draft, value, text)
+                self._move_after(draft, value, text)
         known = draft.placed[:segments]
         draft.extend(known[-1].stop if known else 0)
         if request.wants_translation and request.prompt_logprobs is None and self._refusal is None:
             for here in known[draft.drafted :]:
-                self._fill(request, draft, here)
+                self._fill(draft, here)
         draft.drafted = max(draft.drafted, segments)
         return draft.translations[before:]
 
-    def seal(self, draft: Draft, request: GenerateRequest) -> ReusePlan:
+    def seal(self, draft: Draft) -> ReusePlan:
         """Return the plan of a request that has been drafted to its end."""
         if not draft.dense:
             last = draft.placed[-1]
             self._compute(draft, last.stop - 1)
-            share = draft.sources.count(Source.TRANSLATED) / (request.prompt_tokens - draft.exact_tokens)
+            share = draft.sources.count(Source.TRANSLATED) / (last.stop - draft.exact_tokens)
             if share < self._policy.min_translated and (draft.translations or not draft.misses):
                 draft.give_up(Miss("*", f"only {share:.0%} of the prompt could be translated"))
         found = tuple(draft.translations), tuple(draft.misses), tuple(draft.estimates)
         return ReusePlan(spans_of(draft.sources), *found, draft.teaches, tuple(draft.sentinels), tuple(draft.moved))
 
-    def _fill(self, request: GenerateRequest, draft: Draft, here: Placed) -> None:
+    def _fill(self, draft: Draft, here: Placed) -> None:
         """Draft a placeholder. Where computing it would teach something about it, that is done, and where nothing may
         be translated without anchors, all of the prompt is dense then.
         """
         if not here.segment.is_placeholder or here.stop <= draft.exact_tokens:
             return
+        request = draft.request
         if request.guard.withholds(here.segment.name):
             reason = UNPROVED if EVERYTHING in request.guard.withheld else WITHHELD
             draft.misses.append(Miss(here.segment.name, reason if self.has_base(request, here) else UNREAD))
@@ -172,23 +173,22 @@ class Planner:
         if prefixes is None and not self.rotates and later_prefixes(draft.placed):
             if not draft.dense:
                 draft.give_up(Miss(here.segment.name, "the agent's template has no base KV yet"))
-        elif self._fill_pair(request, draft, here, prefixes or {}):
+        elif self._fill_pair(draft, here, prefixes or {}):
             draft.teaches = True
             if not (draft.dense or self.rotates):
                 draft.give_up()
 
-    def _fill_pair(
-        self, request: GenerateRequest, draft: Draft, here: Placed, prefixes: Mapping[int, KVSegment]
-    ) -> bool:
+    def _fill_pair(self, draft: Draft, here: Placed, prefixes: Mapping[int, KVSegment]) -> bool:
         """Draft a placeholder and the prefix segment after it. Returns whether computing them teaches something."""
+        request = draft.request
         sample = self.sample(request, here)
         if sample is None:
             draft.misses.append(Miss(here.segment.name, UNREAD))
             return False
-        estimate, teaches = self._estimate(request, draft, here, sample)
+        estimate, teaches = self._estimate(draft, here, sample)
         own = None if estimate.shareable else self._sample_of_producer(request, here)
         if own is not None and own.pool != sample.pool:  # of what that reader leaves nothing may be known yet
-            other, _ = self._estimate(request, draft, here, own)
+            other, _ = self._estimate(draft, here, own)
             sample, estimate = (own, other) if other.shareable else (sample, estimate)
         if not estimate.shareable:
             draft.misses.append(Miss(here.segment.name, estimate.reason))
@@ -200,11 +200,11 @@ class Planner:
             return False
         draft.estimates.append(estimate)
         self._translate(draft, here, sample.base, estimate.value, estimate.value_table, estimate.weak)
-        self._post_sentinels(request, draft, here, estimate.weak)
+        self._post_sentinels(draft, here, estimate.weak)
         if (after := here.text) is None:
             return False
         if not self.needs_anchors(request, here):
-            self._move_after(request, draft, here, after)
+            self._move_after(draft, here, after)
             return False
         if text := self.sample_of_reader(request, after):
             behind = self._looked_up(request, PlaceholderSite(draft.key, after.index), text)
@@ -222,10 +222,9 @@ class Planner:
             self._translate(draft, after, prefixes[after.index], estimate.prefix, estimate.prefix_table, weak)
         return False
 
-    def _estimate(
-        self, request: GenerateRequest, draft: Draft, here: Placed, sample: SampleView
-    ) -> tuple[OffsetEstimate, bool]:
+    def _estimate(self, draft: Draft, here: Placed, sample: SampleView) -> tuple[OffsetEstimate, bool]:
         """Return how a value is translated, and whether computing it, or what is behind it, would teach something."""
+        request = draft.request
         if not self.needs_anchors(request, here):
             return self._anchors.without_offsets(sample), False
         rung = rung_of(request)
@@ -255,18 +254,17 @@ class Planner:
         rung = rung_of(request)
         return self._policy.move == "always" if rung is None else self.rotates and not rung.by_anchors
 
-    def _move_after(self, request: GenerateRequest, draft: Draft, here: Placed, after: Placed) -> None:
+    def _move_after(self, draft: Draft, here: Placed, after: Placed) -> None:
         """Draft the prefix segment after a moved value: moved as well, where another prompt of the run, in which all
         since the first value was the same, has left its KV.
         """
-        entry = self.shared_text(request, after)
+        entry = self.shared_text(draft.request, after)
         if entry is None:
             draft.texts.append((here, after))
         if entry is None or not self._costs.translation_pays(len(after), len(after)):
             return
-        blend = self._anchors.without_offsets(
-            SampleView(pool_of(request, here), after.segment.tokens, entry.kv, entry.key)
-        )
+        sample = SampleView(pool_of(draft.request, here), after.segment.tokens, entry.kv, entry.key)
+        blend = self._anchors.without_offsets(sample)
         self._translate(draft, after, entry.kv, blend.value, blend.value_table, ())
 
     def shared_text(self, request: GenerateRequest, after: Placed) -> KnownBase | None:
@@ -303,22 +301,21 @@ class Planner:
         for position in (*head, *(placed.start + at for at in weak)):
             self._compute(draft, position)
 
-    def _post_sentinels(
-        self, request: GenerateRequest, draft: Draft, here: Placed, weak: Iterable[int], most: int = 8, sparse: int = 8
-    ) -> None:
+    def _post_sentinels(self, draft: Draft, here: Placed, weak: Iterable[int], most: int = 8, sparse: int = 8) -> None:
         """Note tokens of a value whose translated KV is compared with computed KV, other ones in every request: of its
         `weak` ones, which are computed anyway, at most so many, since each is copied, and, where the value is watched,
         translated ones as well, at most one in `sparse`.
         """
-        if not request.guard.sentinels:
+        guard = draft.request.guard
+        if not guard.sentinels:
             return
-        draw = Random(request.request_id)
+        draw = Random(draft.request.request_id)
         written = [here.start + at for at in weak if here.start + at >= draft.exact_tokens]
         for at in draw.sample(written, min(most, len(written))):
             draft.sentinels.append(Sentinel(at, is_weak=True))
-        if here.segment.name in request.guard.watched:
+        if here.segment.name in guard.watched:
             translated = [at for at in range(here.start, here.stop) if draft.sources[at] is Source.TRANSLATED]
-            for at in draw.sample(translated, min(request.guard.sentinels, len(translated) // sparse)):
+            for at in draw.sample(translated, min(guard.sentinels, len(translated) // sparse)):
                 draft.sentinels.append(Sentinel(at, is_weak=False))
                 self._compute(draft, at)
 

@@ -51,9 +51,9 @@ def looked_up(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     planner = engine.worker._learner._runtime.planner
     fill = planner._fill
 
-    def noting(request: Any, draft: Any, here: Any) -> None:
+    def noting(draft: Any, here: Any) -> None:
         found.extend([here.index] if here.segment.is_placeholder else [])
-        fill(request, draft, here)
+        fill(draft, here)
 
     monkeypatch.setattr(planner, "_fill", noting)
     return found

@@ -215,7 +215,7 @@ class PromptPreassembler(ExpectedPrompts[PreparedPrompt]):
                 tokens = sum(one.tokens for one in translations)
                 self._costs.observe_translation(len(translations), tokens, time.monotonic() - began)
         if preparation.plan is None and segments == len(request.segments):
-            preparation.plan = self._runtime.planner.seal(draft, request)
+            preparation.plan = self._runtime.planner.seal(draft)
         if draft.dense:
             preparation.sentinels.clear()
         if translated and draft.dense:  # what was written and computed beside it must not be seen

@@ -198,7 +198,7 @@ class Learner:
         else:  # going on from what was prepared of it
             ready, seconds = len(found.draft.sources), found.seconds
             self._runtime.planner.grow(found.draft, request, len(request.segments), again=True)
-            plan = self._runtime.planner.seal(found.draft, request)
+            plan = self._runtime.planner.seal(found.draft)
             self._runtime.use(plan)
         holes = plan.holes
         self._note_harvest(request, wanted=self._runtime.wants_harvest(request, plan))
