@@ -22,6 +22,7 @@ ACCEPTED = {
     "final": "must be true or false",
 }
 """What is accepted of a field; of all others a name"""
+RUN_ENDED = ActionOutcome("final", "the run is forgotten", ActionResult.APPLIED)
 
 
 def took_forecast(is_newer: bool) -> ActionOutcome:
@@ -29,11 +30,6 @@ def took_forecast(is_newer: bool) -> ActionOutcome:
     if not is_newer:
         return ActionOutcome("steps", "the run has ended, or has a forecast with this number or a higher one")
     return ActionOutcome("steps", "the run's agents are kept by it", ActionResult.APPLIED)
-
-
-def run_ended() -> ActionOutcome:
-    """Return what became of the end of a run."""
-    return ActionOutcome("final", "the run is forgotten", ActionResult.APPLIED)
 
 
 def ends_run(hints: Hints) -> bool:

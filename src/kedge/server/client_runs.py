@@ -22,7 +22,7 @@ from kedge.engine.base import Engine, Tokenizer
 from kedge.errors import NotFound, RequestError
 from kedge.guard import GuardMode
 from kedge.hints import ActionOutcome, Hints
-from kedge.hints.without_prompt import ends_run, run_ended, took_forecast
+from kedge.hints.without_prompt import RUN_ENDED, ends_run, took_forecast
 from kedge.runner.prompts import NOTHING, Remembered, RunPrompts, fixed_prompts
 from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import (
@@ -134,7 +134,7 @@ class ClientRuns:
             self.end(run)
         elif run:
             self.look_ahead(run)
-        return [*outcomes, run_ended()] if ends_run(hints) else outcomes
+        return [*outcomes, RUN_ENDED] if ends_run(hints) else outcomes
 
     def answered(self, run: ClientRun, hints: Hints, step: Step | None, answer: Completion) -> None:
         """Record the whole answer to a call; of a step also what others read of it."""

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kedge.errors import ConfigError, EngineClosed, KedgeError, Overloaded, RequestError
 from kedge.hints import Hints, IgnoredHints, read_hints
 from kedge.hints.actions import ActionOutcome, ActionResult
-from kedge.hints.without_prompt import UNREPORTED, ends_run, outcomes, run_ended
+from kedge.hints.without_prompt import RUN_ENDED, UNREPORTED, ends_run, outcomes
 from kedge.integrations.vllm.entry_point import NAME, is_plugged
 from kedge.integrations.vllm.plugin.hints import KNOWN, ask, salt_of, tell
 from kedge.integrations.vllm.plugin.hints import Message as PluginMessage
@@ -106,7 +106,7 @@ class KedgeMiddleware:
         if self._guard is not None and ends_run(hints) and not hints.session:
             del given["final"]
             self._guard.end_run(RunKey(namespace, hints.client, hints.run))
-            ended.append(run_ended())
+            ended.append(RUN_ENDED)
         taken = await tell(client.engine_core, PluginMessage(given, salt_of(namespace)))
         if taken is None:
             taken = list(refused(hints.turn, UNREPORTED, ActionResult.DEFERRED))

@@ -25,7 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from kedge.cache.owners import Owners
 from kedge.discovery import PlainRequests, Served
 from kedge.hints.actions import ActionOutcome
-from kedge.hints.without_prompt import run_ended, took_forecast
+from kedge.hints.without_prompt import RUN_ENDED, took_forecast
 from kedge.integrations.vllm.plugin.block_pools import ONE_GROUP, CacheGroups, cached_prefix, replace_queue
 from kedge.integrations.vllm.plugin.free_queue import StepFreeQueue
 from kedge.integrations.vllm.plugin.hints import namespace_of, read_hints, without_hints
@@ -208,7 +208,7 @@ class SchedulerSide:
             outcomes.append(took_forecast(self.prompts.forecast(hinted, hinted.steps)))
         if hinted.ends_run:
             self._end_run(request.run_key)
-            outcomes.append(run_ended())
+            outcomes.append(RUN_ENDED)
         outcomes += self.sessions.advise(request.namespace, request.turn)
         return [one.to_dict() for one in outcomes]
 
