@@ -7,7 +7,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from kedge.engine.common.tokenizer import HFTokenizer
-from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.local.model.loading import checked_runner
 from kedge.settings import EngineSettings
@@ -83,5 +82,5 @@ def served(engine: LocalEngine, request: GenerateRequest) -> Completion:
 def at_rest(engine: LocalEngine) -> None:
     """Check that nothing is left of requests that have ended."""
     engine.wait_idle(60)
-    engine.query(EngineParts.check_integrity)
+    engine.query(lambda parts: parts.cache.check_integrity())
     assert engine.inspect()["cache"]["leased_blocks"] == 0

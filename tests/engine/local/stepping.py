@@ -102,7 +102,7 @@ class Stepped:
 
     def check(self) -> None:
         """Look at the books, as after every step."""
-        self.core.parts.check_integrity()
+        self.core.parts.cache.check_integrity()
 
     def until(self, condition: Callable[[], object]) -> None:
         """Step until it holds."""
@@ -206,7 +206,7 @@ class Stage(Stepped):
 
     def prepare(self, request: GenerateRequest) -> None:
         """Tells what is expected, and assembles it."""
-        self.core.prepare(request)
+        self.core.parts.preassembly.expect(request)
         self.check()
         self.rest()
 

@@ -99,7 +99,7 @@ def test_a_request_that_ends_between_the_copy_and_its_pass_leaves_nothing_behind
     engine.core.scheduler.schedule()
     assert ended.admitted and engine.stats("cache")["copied_hit_tokens"] == 14
     assert engine.core.requests.cancel(ended.request.request_id)
-    engine.core.parts.check_integrity()
+    engine.core.parts.cache.check_integrity()
     assert (engine.leased, engine.stats("cache")["cached_blocks"]) == (0, cached)
     after = engine.serve(ask(3))
     assert after.receipt().exact == 30

@@ -74,7 +74,7 @@ def test_only_the_last_token_is_left_and_no_token_changes(reuse: ReuseMode) -> N
 def test_a_prompt_grows_while_the_one_before_it_is_being_answered() -> None:
     stage = taught()
     writer = stage.submit(prompt_of("writer", ASKED, produces="agent_writer@0", max_tokens=ANSWER))
-    stage.core.prepare(prompt_of("reader", ASKED, ()))
+    stage.core.parts.preassembly.expect(prompt_of("reader", ASKED, ()))
     while writer.first_token is None:
         assert stage.told["begun"] == 0, "somebody waits for a first token"
         stage.step()
@@ -95,7 +95,7 @@ def test_a_request_that_comes_early_takes_what_is_there(steps: int) -> None:
     """At whatever piece of the work it arrives, in both modes."""
 
     def begin(stage: Stage, request: GenerateRequest) -> None:
-        stage.core.prepare(request)
+        stage.core.parts.preassembly.expect(request)
         stage.step(steps)
 
     for reuse in (ReuseMode.TRANSLATE, ReuseMode.EXACT):
@@ -205,10 +205,10 @@ def test_exact_kv_under_another_value_is_never_taken_for_its_own() -> None:
     stage = Stage()
     known = prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
     stage.serve(known)
-    stage.core.prepare(replace(known, request_id="hint"))
+    stage.core.parts.preassembly.expect(replace(known, request_id="hint"))
     assert stage.core.parts.preassembly.assemble(), "blocks only"
     other = prompt_of("reader", ASKED, tokens(90, ANSWER), ReuseMode.EXACT)
-    stage.core.prepare(other)
+    stage.core.parts.preassembly.expect(other)
     served = stage.serve(replace(other, request_id="other"))
     assert tuple(served.response) == tuple(Stage().serve(other).response)
 
@@ -250,7 +250,7 @@ ENDS: dict[str, Callable[[EngineCore, GenerateRequest], object]] = {
 def test_how_it_is_cancelled(end: str, reuse: ReuseMode) -> None:
     stage = Stage()
     hint = prompt_of("reader", ASKED, tokens(71, ANSWER), reuse)
-    stage.core.prepare(hint)
+    stage.core.parts.preassembly.expect(hint)
     stage.step(3)
     stage.core.forecast({hint.agent_key: NextRun(1.0)}, {})
     assert stage.leased > 0, "it is still near"
@@ -314,7 +314,7 @@ def test_without_room_it_waits_until_there_is_some() -> None:
     stage = Stage(kv_memory="20 blocks")
     running = stage.submit(prompt_of("writer", tokens(80, 200), max_tokens=40))
     stage.until(lambda: running.first_token)
-    stage.core.prepare(prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT))
+    stage.core.parts.preassembly.expect(prompt_of("reader", ASKED, tokens(71, ANSWER), ReuseMode.EXACT))
     while not running.finish:
         stage.step()
         assert stage.told["begun"] == 0
@@ -353,7 +353,7 @@ def test_beside_decodes_only_what_repairs_a_translation_is_computed() -> None:
     running = stage.submit(prompt_of("writer", tokens(80, QUESTION), max_tokens=60))
     stage.until(lambda: running.first_token)
     dense = prompt_of("stranger", ASKED, tokens(71, ANSWER), ReuseMode.EXACT)
-    stage.core.prepare(dense)
+    stage.core.parts.preassembly.expect(dense)
     while not running.finish:
         for work in stage.core.scheduler.schedule():
             assert work.sequence is running or len(work.positions) == 0
@@ -414,7 +414,7 @@ def test_random_hints_change_no_token(seed: int) -> None:
         request = prompt_of(rng.choice(agents), rng.choice(questions), rng.choice(answers), ReuseMode.EXACT)
         match rng.randrange(8):
             case 0 | 1 | 2:
-                stage.core.prepare(request)
+                stage.core.parts.preassembly.expect(request)
             case 3 | 4 if request.segments[3].tokens:
                 live.append(stage.submit(request))
             case 5:

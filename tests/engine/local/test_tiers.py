@@ -329,7 +329,7 @@ def test_a_request_that_is_cancelled_while_it_waits_leaves_nothing(gate: threadi
         done = stream.result(60)
         assert (done.finish_reason, done.tokens, done.receipt.spans) == (FinishReason.CANCELLED, (), ())
         gate.set()
-        engine.query(EngineParts.check_integrity)
+        engine.query(lambda parts: parts.cache.check_integrity())
         again = engine.submit(ask(0, 2)).result(60)
         assert again.tokens == expected(ask(0, 2).tokens)
         assert again.receipt.exact == FIXED

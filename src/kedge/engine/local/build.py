@@ -165,10 +165,6 @@ class EngineParts:
 
         return _allocated("engine.tiers.host_memory", tiers.host_memory, copier)
 
-    def check_integrity(self) -> None:
-        """Raise `PlanError` if a block does not have exactly one owner."""
-        self.cache.check_integrity()
-
     def stats(self) -> dict[str, object]:
         """Return figures of the queue, the cache, waiting for loads, learning, and the anchors."""
         return {

@@ -64,10 +64,6 @@ class EngineCore:
         """Whether no work is left except learning."""
         return self.scheduler.idle and not self.parts.preassembly.pending
 
-    def prepare(self, request: GenerateRequest) -> None:
-        """Take the hint that such a request is expected."""
-        self.parts.preassembly.expect(request)
-
     def end_run(self, run: RunKey) -> None:
         """Forget a run, once nothing is left to learn from it."""
         self.parts.preassembly.end_run(run)
@@ -208,7 +204,7 @@ class EngineCore:
             self.requests.end_failed(sequence, f"the engine raised {error!r}")
         self.parts.preassembly.clear()
         self.parts.learning.clear()
-        self.parts.check_integrity()
+        self.parts.cache.check_integrity()
 
     def _make_room(self) -> None:
         """Drop learning, a base prefill, or what the first request waits for.

@@ -312,7 +312,7 @@ class LocalEngine(Engine):
         """Take the hint that such a request is expected. One that could not be served, or after `close`, is ignored."""
         with suppress(EngineClosed, RequestError):
             self._require_sensible(request)
-            self._thread.post(partial(self._core.prepare, self._guard.ordered(request)))
+            self._thread.post(partial(self._core.parts.preassembly.expect, self._guard.ordered(request)))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
         """Take what a client says of its sessions, see `kedge.engine.base.Engine`."""

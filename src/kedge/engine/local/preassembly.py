@@ -58,7 +58,7 @@ class PromptPreassembler(ExpectedPrompts[PreparedPrompt]):
     # hints ----------------------------------------------------------------------------------------------------
 
     def begin(self, request: GenerateRequest) -> PreparedPrompt:
-        return PreparedPrompt.of(RequestId(f"ahead-{new_request_id()}"), request)
+        return PreparedPrompt(RequestId(f"ahead-{new_request_id()}"), request.namespace, [], request=request)
 
     def answered(self, run: RunKey, sample: SampleId, tokens: Tokens) -> None:
         """Fill in the value of a sample. An empty one leaves no segment, so that another prompt is going to come."""

@@ -105,11 +105,8 @@ class PreparedPrompt(ExpectedPrompt, Sequence):
     stalled: bool = False
     """Whether it lacks room or waits for a load."""
 
-    @classmethod
-    def of(cls, key: RequestId, request: GenerateRequest) -> Self:
-        new = cls(key, request.namespace, [], request=request)
-        new.learn(request)
-        return new
+    def __post_init__(self) -> None:
+        self.learn(self.request)
 
     def learn(self, request: GenerateRequest) -> None:
         known = request.segments[: known_segments(request)]
