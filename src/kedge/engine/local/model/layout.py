@@ -6,10 +6,10 @@ model's own rotary modules are recorded meanwhile, with whatever they are called
 Their tables are combined with all known pairings of dimensions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -126,33 +126,21 @@ def recorded(model: nn.Module) -> Iterator[list[RotaryCall]]:
             hook.remove()
 
 
-@dataclass(slots=True)
-class Candidates:
-    """The rotations that may be those of a layer."""
+def best(options: Iterable[Rotary | None], keys: Tensor, places: Tensor) -> tuple[Rotary | None, float]:
+    """Return the rotation of a layer's keys [places, kv_heads, key_dim], which are equal but for their rotation to
+    `places`, and the relative error; None if they are not rotated.
+    """
+    errors = {one: spread(one.unrotate(keys[None], places)[0] if one else keys) for one in options}
+    limit = AS_GOOD * min(errors.values()) + ROUNDING
+    return next((one, error) for one, error in errors.items() if not error > limit)
 
-    rotaries: list[Rotary]
-    _paired: dict[tuple[int, Pairing], Rotary] = field(default_factory=dict)
 
-    def best(self, keys: Tensor, places: Tensor) -> tuple[Rotary | None, float]:
-        """Return the rotation of a layer's keys [places, kv_heads, key_dim], which are equal but for their rotation to
-        `places`, and the relative error; None if they are not rotated.
-        """
-        options: list[Rotary | None] = [*self._of(keys.shape[2]), None]
-        errors = [spread(one.unrotate(keys[None], places)[0] if one else keys) for one in options]
-        good = next(n for n, error in enumerate(errors) if not error > AS_GOOD * min(errors) + ROUNDING)
-        return options[good], errors[good]
-
-    def _of(self, key_dim: int) -> Iterator[Rotary]:
-        """Yield all rotations of keys with so many dimensions, the most usual first."""
-        for number, rotary in enumerate(self.rotaries):
-            rest = key_dim - 2 * rotary.pairs
-            starts = sorted({0, rest}) if rest >= 0 else []
-            for start, backwards, neighbours in product(starts, (False, True), (False, True)):
-                pairing = Pairing(start, neighbours, backwards)
-                key = (number, pairing)
-                if key not in self._paired:
-                    self._paired[key] = rotary.paired(pairing)
-                yield self._paired[key]
+def pairings(rotary: Rotary, key_dim: int) -> Iterator[Pairing]:
+    """Yield which dimensions of keys with `key_dim` may be rotated, the most usual first."""
+    rest = key_dim - 2 * rotary.pairs
+    starts = sorted({0, rest}) if rest >= 0 else []
+    for start, backwards, neighbours in product(starts, (False, True), (False, True)):
+        yield Pairing(start, neighbours, backwards)
 
 
 def spread(rows: Tensor) -> float:
@@ -239,8 +227,13 @@ def find(model: PreTrainedModel, spec: KVSpec, max_positions: int, *, latent: bo
         why = f"Kedge's attention is not called once by every layer, but {counts}"
         raise UnsupportedModel("model_type", model.config.model_type, why)
 
-    candidates = Candidates([Rotary(call, max_positions, model.device) for call in calls])
-    fits = [candidates.best(recording.keys[layer], positions) for layer in layers]
+    rotaries = [Rotary(call, max_positions, model.device) for call in calls]
+    paired = cache(Rotary.paired)  # the same object for the same rotation
+    fits = []
+    for layer in layers:
+        keys = recording.keys[layer]
+        options = (paired(rotary, pairing) for rotary in rotaries for pairing in pairings(rotary, keys.shape[2]))
+        fits.append(best([*options, None], keys, positions))
     refusal, limit = None, TOLERANCE.get(precision(spec.dtype), 0.0)
     for layer, (_, error) in enumerate(fits):
         if not error <= limit:
