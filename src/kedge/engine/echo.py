@@ -41,7 +41,7 @@ Script = Mapping[AgentId, str] | Callable[[GenerateRequest], str]
 
 
 class ByteTokenizer:
-    """Token ids are UTF-8 bytes; 256, 257 and 258 are `<|bos|>`, `<|eos|>` and `<|turn|>`."""
+    """A `kedge.engine.base.Tokenizer`: token ids are UTF-8 bytes; 256 is `<|bos|>`, 257 `<|eos|>`, 258 `<|turn|>`."""
 
     specials: Mapping[str, int] = {"<|bos|>": 256, "<|eos|>": 257, "<|turn|>": 258}
     eos_token_id: int | None = 257
@@ -51,7 +51,6 @@ class ByteTokenizer:
     _special = re.compile(r"(<\|(?:bos|eos|turn)\|>)")
 
     def encode(self, text: str, *, special: bool = True, inside: bool = False) -> Tokens:  # noqa: ARG002
-        """Return token ids of `text`; specials that are spelled out become one token where `special`."""
         if not special:
             return tuple(text.encode())
         parts = self._special.split(text)
@@ -59,27 +58,22 @@ class ByteTokenizer:
         return tuple(itertools.chain.from_iterable(ids))
 
     def measure(self, text: str) -> None:
-        """Raise `PromptTooLong` for a text that has more than twice as many tokens as a prompt may have."""
         if self.most is not None and len(text) > 2 * self.most:
             raise PromptTooLong.of("prompt_tokens", len(text), self.most)
 
     def encode_cut(self, text: str, ends: Sequence[int], mark: str) -> list[Tokens]:
-        """Return token ids of the pieces that end at these characters, without the marks."""
         self.measure(text)
         pieces = (text[begin:end] for begin, end in itertools.pairwise((0, *ends)))
         each = ((self.encode(part) for part in piece.split(mark)) for piece in pieces)
         return [tuple(itertools.chain.from_iterable(parts)) for parts in each]
 
     def decode(self, tokens: Tokens) -> str:
-        """Return text without specials; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def plain(self, tokens: Tokens) -> Tokens:
-        """Return tokens without specials."""
         return tuple(token for token in tokens if token < 256)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the byte itself; specials are spelled out."""
         return bytes([token]) if token < 256 else self._spelled[token]
 
     def is_certain(self, token: int) -> bool:
@@ -172,7 +166,6 @@ class EchoEngine(Engine):
         return job.stream
 
     def cancel(self, request_id: RequestId) -> bool:
-        """End a request at the next step; False if it is not (or no longer) known."""
         with self._changed:
             job = self._jobs.get(request_id)
             if job is not None:
@@ -191,7 +184,6 @@ class EchoEngine(Engine):
         self.prepared.append(request)
 
     def close(self) -> None:
-        """Cancel what runs or waits, and end the worker. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -95,7 +95,6 @@ class PoolCopier:
                 order.urgent = True
 
     def cancel(self, copy_id: int) -> bool:
-        """Drop a copy that has not begun. Returns whether it was dropped."""
         with self._changed:
             order = self._orders.get(copy_id)
             may_drop = order is not None and not order.begun
@@ -104,7 +103,6 @@ class PoolCopier:
         return may_drop
 
     def drain(self) -> list[Copied]:
-        """Return the copies that have ended since the last call."""
         return [self._ended.get_nowait() for _ in range(self._ended.qsize())]
 
     def finish(self) -> None:

@@ -75,7 +75,6 @@ class TokenStream:
             yield self._next(None)
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the end. Raises the request's error, or `TimeoutError`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._completion is None:
             self._next(None if deadline is None else max(0.0, deadline - time.monotonic()))

@@ -295,16 +295,13 @@ class LocalEngine(Engine):
         return sequence.stream
 
     def cancel(self, request_id: RequestId) -> bool:
-        """Cancel a request, or withdraw the hint of this id. Returns False if there is neither."""
         return self._thread.ask(lambda: self._core.requests.cancel(request_id))
 
     def end_run(self, run: RunKey) -> None:
-        """Forget what the run shared between its agents. A closed engine has forgotten it."""
         with suppress(EngineClosed):
             self._guard.checks.end_run(run, partial(self._thread.post, partial(self._core.end_run, run)))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        """Take the hint of how soon agents run. A closed engine ignores it."""
         with suppress(EngineClosed):
             self._thread.post(partial(self._core.forecast, *sensible_hints(changes, prompts)))
 
@@ -315,7 +312,6 @@ class LocalEngine(Engine):
             self._thread.post(partial(self._core.parts.preassembly.expect, self._guard.ordered(request)))
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        """Take what a client says of its sessions, see `kedge.engine.base.Engine`."""
         require_advice(namespace, hints)
         return self._thread.ask(partial(self._core.parts.sessions.advise, namespace, hints))
 
@@ -342,11 +338,9 @@ class LocalEngine(Engine):
     def inspect_tenants(
         self, owns: Callable[[Namespace], bool], prompts: Sequence[tuple[Namespace, Tokens]]
     ) -> dict[str, object]:
-        """Return the holdings of some tenants; see `kedge.engine.base.Engine`."""
         return {**self.query(lambda parts: parts.tenant_stats(owns, prompts)), "guard": self._guard.stats(owns)}
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
-        """Limit what a tenant holds, see `kedge.engine.base.Engine`."""
         self._thread.ask(lambda: self._core.limit(tenant, quota))
 
     def clear(self) -> None:

@@ -146,7 +146,6 @@ class ProcessEngine(Engine):
         return self._ask("load", Path(folder).absolute())
 
     def wait_idle(self, timeout: float = 600.0) -> None:
-        """Wait until the engine has nothing left to do. Raises `TimeoutError`."""
         self._ask("wait_idle", timeout)
 
     def clear(self) -> None:

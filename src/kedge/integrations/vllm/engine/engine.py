@@ -159,9 +159,6 @@ class VLLMEngine(Engine):
         return self._failure
 
     def submit(self, request: GenerateRequest) -> TokenStream:
-        """Queue a request. Raises `EmptyPrompt`, `PromptTooLong`, `InvalidToken`, `InvalidGrammar`, `RequestError` or
-        `EngineClosed`.
-        """
         self._validate(request)
         self._grammars.begin(request.sampling.grammar, request.tenant)  # vLLM says less of what is wrong
         tap, asked = None, request
@@ -215,11 +212,9 @@ class VLLMEngine(Engine):
             raise ConfigError("limits", tenant, f"vLLM was started with {known}, and takes quotas at its start only")
 
     def end_run(self, run: RunKey) -> None:
-        """Forget what the run shared between its agents."""
         self._guard.checks.end_run(run, partial(self._send, lambda: self._driver.send(end_of(run))))
 
     def forecast(self, changes: Changes, prompts: Mapping[AgentKey, Tokens] = MappingProxyType({})) -> None:
-        """Take a forecast and fixed prompts. Both are hints, which a closed engine ignores."""
         changes, prompts = sensible_hints(changes, prompts)
         self._send(lambda: self._driver.send(*self._driver.forecasts.messages(changes, prompts)))
 
@@ -236,7 +231,6 @@ class VLLMEngine(Engine):
         return refused(hints, UNREPORTED, ActionResult.DEFERRED) if outcomes is None else tuple(outcomes)
 
     def wait_idle(self, timeout: float = 600.0) -> None:
-        """Wait until no check of the guard is left. Raises `TimeoutError` after `timeout` seconds."""
         if not self._guard.checks.drain(timeout):
             raise TimeoutError(f"checks are left after {timeout} s")
 
