@@ -321,10 +321,10 @@ def swap_heads(parts: EngineParts, agent: AgentId) -> None:
 def poison_anchors(parts: EngineParts, agent: AgentId, count: int = POISONED) -> None:
     """Make the offsets of so many anchors random, wherever the agent holds them: those that were used most."""
     sites = [(pool, pool.sites[site]) for pool, site in agent_sites(parts, agent)]
-    held = {(pool.anchors[one].hits, one): pool.anchors[one] for pool, offsets in sites for one in offsets.holders}
+    held = {(pool.anchors[one].hits, one): pool.anchors[one] for pool, offsets in sites for one in offsets.anchors}
     worst = [anchor for _, anchor in sorted(held.items(), reverse=True)[:count]]
     for (pool, offsets), anchor in product(sites, worst):
-        if pool.anchors.get(anchor.id) is anchor and anchor.id in offsets.holders:
+        if pool.anchors.get(anchor.id) is anchor and anchor.id in offsets.anchors:
             for table in offsets.tables:  # one may lack it: it has offsets of the value, and none of the text behind
                 _randomize(table, anchor.id)
 

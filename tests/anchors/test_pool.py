@@ -79,10 +79,10 @@ def test_both_parts_or_none() -> None:
     with pytest.raises(Exception, match="does not fit"):
         site.put(1, bad)
     site.check_integrity()
-    assert site.holders == [0]
+    assert site.anchors == (0,)
     with pytest.raises(PlanError, match="before"):
         site.put(0, observed)
     with pytest.raises(PlanError, match="prefix_tokens"):
         site.put(1, replace(observed, prefix=observed.prefix[:2]))
     site.check_integrity()
-    assert site.holders == [0]
+    assert site.anchors == (0,)

@@ -188,7 +188,7 @@ def test_an_anchor_without_this_agents_offsets_is_skipped(settings: dict[str, An
         observe(store, sample(seed), other)
     pool = next(iter(store.pools.values()))
     assert len(pool.anchors) == 6
-    held = set(pool.sites[other].value.rows_of_anchors(pool.sites[other].holders).tolist())
+    held = set(pool.sites[other].value.rows_of_anchors(pool.sites[other].anchors).tolist())
     for value in (sample(1), sample(3), sample(77)):
         estimate = store.estimate(other, value)
         assert set(estimate.value.rows.flatten().tolist()) <= held

@@ -65,7 +65,7 @@ def stored(parts: EngineParts, agent: str | None = None) -> dict[object, Tensor]
     """The offsets of one agent's sites, or of all, without the arenas' free rows."""
     pools = parts.learned[0].pools
     return {
-        (key, site, number): table.arena[table.rows_of_anchors(offsets.holders)].clone()
+        (key, site, number): table.arena[table.rows_of_anchors(offsets.anchors)].clone()
         for key, pool in pools.items()
         for site, offsets in pool.sites.items()
         if agent is None or f"/{agent}/" in site.agent_key

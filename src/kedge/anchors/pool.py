@@ -41,7 +41,7 @@ class AnchorPool:
 
         A site that knows the anchor keeps its old observation. A full pool then drops an anchor.
         """
-        if anchor.id not in offsets.holders:
+        if anchor.id not in offsets.anchors:
             offsets.put(anchor.id, observed)
         self.anchors.setdefault(anchor.id, anchor)
         self.sites.pop(site, None)
@@ -61,7 +61,7 @@ class AnchorPool:
             self.drop(self.victim(keep))
         while len(self.sites) > self._max_sites:
             del self.sites[next(iter(self.sites))]
-            held = {anchor for offsets in self.sites.values() for anchor in offsets.holders}
+            held = {anchor for offsets in self.sites.values() for anchor in offsets.anchors}
             for anchor in self.anchors.keys() - held:
                 self.drop(anchor)
 
@@ -104,7 +104,7 @@ class AnchorPool:
         """Raise `PlanError` where the pool is too large, or its sites hold other anchors than it does."""
         if len(self.anchors) > self._capacity or len(self.sites) > self._max_sites:
             raise PlanError("pool", (len(self.anchors), len(self.sites)), "more anchors or sites than allowed")
-        held = {anchor for offsets in self.sites.values() for anchor in offsets.holders}
+        held = {anchor for offsets in self.sites.values() for anchor in offsets.anchors}
         if held != set(self.anchors):
             raise PlanError("anchors", sorted(self.anchors), f"sites hold {sorted(held)}")
         for offsets in self.sites.values():

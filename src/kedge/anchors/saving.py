@@ -68,7 +68,7 @@ def signature_of(anchors: AnchorStore, bases: BaseStore, key: Key) -> Hashable |
     pool = anchors.pools.get(key)
     if pool is None or not pool.anchors:
         return None
-    return tuple((site, tuple(of.holders), of.calibration.observations) for site, of in pool.sites.items())
+    return tuple((site, of.anchors, of.calibration.observations) for site, of in pool.sites.items())
 
 
 def record_of(anchors: AnchorStore, bases: BaseStore, key: Key) -> Record:
@@ -89,20 +89,20 @@ def _halves(kv: KVSegment) -> dict[str, Tensor]:
 
 
 def _pool_record(key: PoolKey, pool: AnchorPool) -> Record:
-    anchors, sites = pool.anchors.values(), [(site, of) for site, of in pool.sites.items() if of.holders]
+    anchors, sites = pool.anchors.values(), [(site, of) for site, of in pool.sites.items() if of.anchors]
     tensors = {
         "tokens": torch.tensor([token for anchor in anchors for token in anchor.tokens]),
         "keys": torch.cat([anchor.keys for anchor in anchors]).cpu(),
     }
     for number, (_, of) in enumerate(sites):
         rows = {
-            part: table.arena[table.rows_of_anchors(of.holders)]
+            part: table.arena[table.rows_of_anchors(of.anchors)]
             for part, table in zip(("phi", "prefix"), of.tables, strict=True)
         }
         learned = {f"calibration.{part}": tensor for part, tensor in of.calibration.tensors.items()}
         tensors |= {f"{number}.{part}": tensor.cpu() for part, tensor in {**rows, **learned}.items()}
     slots = [
-        {**asdict(site), "holders": [*of.holders], "observations": of.calibration.observations} for site, of in sites
+        {**asdict(site), "holders": [*of.anchors], "observations": of.calibration.observations} for site, of in sites
     ]
     held = [(anchor.id, anchor.hits, anchor.length) for anchor in anchors]
     return Record(name_of(key), {"anchors": held, "slots": slots}, tensors)

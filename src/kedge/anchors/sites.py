@@ -48,13 +48,12 @@ def _offset(base: KVSegment, real: Tensor) -> Tensor:
 
 
 class SiteOffsets:
-    """The offsets of one site: two tables over the same anchors, in order of observation, and the calibration."""
+    """The offsets of one site: two tables over the same anchors, and the calibration."""
 
     def __init__(self, base: KVSegment, prefix_tokens: int) -> None:
         """Create empty tables."""
         self.value, self.prefix = empty_table(base), empty_table(base)
         self.calibration = Calibration()
-        self.holders: list[AnchorId] = []
         layers, _, heads, dim = base.keys.shape
         self._prefix_tokens, self._shape = prefix_tokens, (layers - 1, 2, heads * dim)
 
@@ -68,7 +67,7 @@ class SiteOffsets:
         """The anchors that it has offsets of, ascending: agents that have observed the same values in another order
         share their matches.
         """
-        return tuple(sorted(self.holders))
+        return tuple(sorted(self.value.anchors))
 
     @property
     def nbytes(self) -> int:
@@ -83,12 +82,12 @@ class SiteOffsets:
             raise PlanError("prefix_sums", len(self.calibration.prefix_sums), f"of {self._prefix_tokens} tokens")
         for table in self.tables:
             table.check_integrity()
-            if table.anchors != set(self.holders):
-                raise PlanError("holders", self.holders, f"a table holds {sorted(table.anchors)}")
+        if self.value.anchors != self.prefix.anchors:
+            raise PlanError("anchors", self.anchors, f"the table behind the value holds {self.prefix.anchors}")
 
     def put(self, anchor: AnchorId, observed: Observation) -> None:
         """Add both parts or none. Raises `PlanError` if they do not fit the site, or the anchor is known already."""
-        if anchor in self.holders:
+        if anchor in self.anchors:
             raise PlanError("anchor", anchor, "was observed in this site before")
         if len(observed.prefix) != self._prefix_tokens:
             why = f"a template has {self._prefix_tokens} at this place"
@@ -97,15 +96,12 @@ class SiteOffsets:
             undo.callback(self.drop, anchor)
             self.value.put(anchor, observed.value)
             self.prefix.put(anchor, observed.prefix)
-            self.holders.append(anchor)
             undo.pop_all()
 
     def drop(self, anchor: AnchorId) -> None:
         """Forget an anchor, if it is known."""
         self.value.drop(anchor)
         self.prefix.drop(anchor)
-        if anchor in self.holders:
-            self.holders.remove(anchor)
 
     def value_blend(self, match: Match) -> Blend:
         """Return the proposal as a blend of rows of `phi`."""

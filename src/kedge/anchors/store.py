@@ -96,7 +96,7 @@ class AnchorStore:
         lack = self._lacks(pool, ids, tokens)
         if lack := lack or criterion.lacks(tokens, pool.block(ids), offsets.calibration):
             known = pool.find(self._query(sample))
-            return OffsetEstimate(False, lack, learnable=known is None or known.id not in offsets.holders)
+            return OffsetEstimate(False, lack, learnable=known is None or known.id not in offsets.anchors)
         match = self._match(pool, ids, sample)
         verdict = criterion.judge(match, offsets.calibration)
         if not verdict.shareable:
@@ -113,7 +113,7 @@ class AnchorStore:
     def experience(self, site: PlaceholderSite, pool: PoolKey) -> Experience:
         """Return how much a site has learned."""
         offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
-        anchors = len(offsets.holders) if offsets else 0
+        anchors = len(offsets.anchors) if offsets else 0
         observed = max(offsets.calibration.observations, anchors) if offsets else 0
         least = self.config.min_anchors
         return Experience(
