@@ -7,4 +7,3 @@ from kedge.cache.copies import Direction as Direction
 from kedge.cache.loads import Readiness as Readiness
 from kedge.cache.manager import CacheManager as CacheManager
 from kedge.cache.manager import Lease as Lease
-from kedge.cache.owners import Changes as Changes

@@ -21,15 +21,16 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 from kedge.cache.copies import Copier, CopyBeginning, Direction, Outcome, Purpose
 from kedge.cache.loads import Demands, Readiness, Status, readiness_of
 from kedge.cache.node import DEVICE, HOST, Tier, TreeNode
-from kedge.cache.owners import Changes, Owner, Prefetcher
+from kedge.cache.owners import Owner, Prefetcher
 from kedge.cache.radix_tree import RadixTree
 from kedge.cache.tiers import CacheStats, Tiers, missing
 from kedge.errors import ConfigError, OutOfBlocks, PlanError
-from kedge.policies.eviction import EvictionPolicy, StepView, lru
+from kedge.policies.eviction import EvictionPolicy, NextRuns, StepView, lru
 from kedge.policies.prefetch import is_awaited, is_within, may_replace
 from kedge.settings import TierSettings
 from kedge.types import Namespace, RequestId, Source, Span, TenantId
@@ -296,7 +297,7 @@ class CacheManager:
         self.prefetcher.due = True
         return sum(step.size for step in node.path()) * self.block_size
 
-    def on_forecast(self, changes: Changes) -> None:
+    def on_forecast(self, changes: NextRuns[Any]) -> None:
         """Take the changes of the forecast. O(changed keys x depth of their labels)."""
         self._owners.on_forecast(changes)
         for transfer in self.tiers.transfers.pending(Direction.LOAD):

@@ -5,19 +5,17 @@ tree, or vLLM's blocks with the same owners. Both take the least step of whoever
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable
 from functools import partial
 from typing import Any
 
 from kedge.cache.copies import Purpose, Transfer
-from kedge.policies.eviction import StepView
+from kedge.policies.eviction import NextRuns, StepView
 from kedge.policies.prefetch import PREFETCH_JOBS, PREFETCH_WINDOW, is_within, may_replace
 from kedge.structures.heaps import StepCounts
 
 Owner = Hashable
 """Who needs KV again: an agent whose fixed prompt it is (tenant, client, run, agent), or a session with its history"""
-Changes = Mapping[Any, tuple[float, float] | None]
-"""Owner -> (steps-to-execution, `inf` where unknown; probability), or None: nothing is known of it any more."""
 
 
 class Ranked:
@@ -66,7 +64,7 @@ class Owners:
         """Return in how many steps an owner runs, or None."""
         return self.next_runs[owner][0] if owner in self.next_runs else None
 
-    def on_forecast(self, changes: Changes) -> None:
+    def on_forecast(self, changes: NextRuns[Any]) -> None:
         """Take the changes of a forecast, or of sessions."""
         for owner, next_run in changes.items():
             old = self.step(owner)

@@ -1,13 +1,16 @@
 """Who goes first. A policy is a pure key function over a node; the heap that asks it knows nothing of its reasons."""
 
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
 
 from kedge.settings import TierSettings
 from kedge.settings.sections import VIRTUAL_STEP
 
 EvictionKey = tuple[float, ...]
+Owner = TypeVar("Owner")
+NextRuns = Mapping[Owner, tuple[float, float] | None]
+"""Who needs KV again -> steps until then (`inf`: unknown) and their probability; None: nothing is known any more"""
 
 
 class StepView(Protocol):

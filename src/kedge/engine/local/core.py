@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from math import inf
 
-from kedge.cache import Changes
 from kedge.engine.base import Quota
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.learning import Learning
@@ -21,7 +20,7 @@ from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.reuse.ahead import Ended
 from kedge.reuse.plan import Sentinel
 from kedge.types import GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
-from kedge.workflow.forecast import AgentKey
+from kedge.workflow.forecast import AgentKey, Changes
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 
 from kedge.anchors.translator import Translation
-from kedge.cache import CacheManager, Changes, Lease, Readiness
+from kedge.cache import CacheManager, Lease, Readiness
 from kedge.engine.local.sentinels import Sentinels
 from kedge.engine.local.sequence import PreparedPrompt, RequestSequence
 from kedge.errors import KedgeError, OutOfBlocks
@@ -23,6 +23,7 @@ from kedge.reuse.layout import layout
 from kedge.reuse.plan import ReusePlan
 from kedge.reuse.runtime import Runtime
 from kedge.types import GenerateRequest, RequestId, ReuseMode, RunKey, SampleId, Tokens, new_request_id
+from kedge.workflow.forecast import Changes
 
 NEAR = 1.0
 """Steps-to-execution up to which prompts are assembled ahead; for them only KV that is needed later is evicted."""
@@ -73,7 +74,7 @@ class PromptPreassembler(ExpectedPrompts[PreparedPrompt]):
     def forecast(self, changes: Changes) -> None:
         """Forget the prompts of agents that the forecast does not expect soon any more."""
         for key, next_run in changes.items():
-            if key in self.expected and (next_run is None or next_run[0] > NEAR):
+            if key in self.expected and (next_run is None or next_run.steps > NEAR):
                 self.drop(self.expected[key], Ended.CANCELLED)
 
     def cancel(self, request_id: RequestId) -> bool:

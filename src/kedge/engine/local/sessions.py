@@ -3,11 +3,11 @@ the fixed part of every agent's prompt (KVFlow, section 3.3).
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from kedge.cache import CacheManager
 from kedge.hints.actions import ActionOutcome
-from kedge.policies.eviction import EvictionPolicy, lru
+from kedge.policies.eviction import EvictionPolicy, NextRuns, lru
 from kedge.policies.fixed_prompts import FixedLengths
 from kedge.policies.sessions import NO_SESSIONS, SessionHints, SessionLedger, Turn, TurnEnd, refused
 from kedge.structures.prefixes import chain_of
@@ -77,7 +77,7 @@ class SessionCaching:
         if self._is_on:
             self.ledger.own(agent, chain_of(tokens, self._cache.block_size, turn.chain if turn else ()))
 
-    def on_forecast(self, changes: Mapping[AgentKey, tuple[float, float] | None]) -> None:
+    def on_forecast(self, changes: NextRuns[AgentKey]) -> None:
         """Take the changes of the forecast, and pass them on to the cache."""
         if self._is_on:
             self.ledger.on_forecast(changes)

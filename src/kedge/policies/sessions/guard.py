@@ -10,11 +10,12 @@ in every prompt that has it, and prompts of any length are seen.
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Container, Hashable, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable
 from itertools import takewhile
 from operator import itemgetter
 from typing import Any
 
+from kedge.policies.eviction import NextRuns
 from kedge.policies.sessions.turns import MAX_SESSIONS, Chain
 from kedge.structures.bounded import BoundedDict
 
@@ -134,8 +135,8 @@ class Guard:
         """Let `owner` need `chain` at its step: the fixed prompt of an agent, or a history that has grown."""
         self._steps.own(owner, self._sample(owner, chain))
 
-    def on_steps(self, changes: Mapping[Any, tuple[float, float] | None]) -> None:
-        """Take changed steps, with probabilities that are not used; None: nothing is expected of an owner any more."""
+    def on_steps(self, changes: NextRuns[Any]) -> None:
+        """Take changed steps; their probabilities are not used."""
         for owner, next_run in changes.items():
             self._steps.move(owner, None if next_run is None else next_run[0])
 

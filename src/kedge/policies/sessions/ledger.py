@@ -6,11 +6,12 @@ Every engine has the same ledger. It gives the chains of prompts, and applies wh
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kedge.hints.actions import ActionOutcome, ActionResult
+from kedge.policies.eviction import NextRuns
 from kedge.policies.sessions.guard import Guard
 from kedge.policies.sessions.tracker import SessionState, SessionTracker
 from kedge.policies.sessions.turns import NO_HINTS, RECENT, UNKNOWN_END, Chain, SessionHints, SessionKey, TurnEnd
@@ -26,10 +27,6 @@ NAMELESS = "needs the id of a session"
 GIVEN_UP = "the session ends"
 NO_SESSIONS = "this engine's cache does not follow sessions"
 LATER = "counts from the session's next answer on"
-NextRuns = Mapping[SessionKey, tuple[float, float] | None]
-"""Steps until a session returns, with a probability (always 1); None: nothing is expected of it any more."""
-Forecasts = Mapping[AgentKey, tuple[float, float] | None]
-"""Agents whose next run has changed, with steps and probability; None: it is not known any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ class Turn:
 class LedgerChanges(NamedTuple):
     """What an engine applies to its cache."""
 
-    steps: NextRuns
+    steps: NextRuns[SessionKey]
     swaps_policy: bool
     """Whether the other policy rules from now on: LRU, or that of sessions again"""
 
@@ -214,7 +211,7 @@ class SessionLedger:
         """Take the fixed prompt of an agent, which the cache keeps by the agent's steps."""
         self.guard.own(agent, chain)
 
-    def on_forecast(self, changes: Forecasts) -> None:
+    def on_forecast(self, changes: NextRuns[AgentKey]) -> None:
         """Take the changes of the forecast; an agent whose run is over takes its session along."""
         for agent, next_run in changes.items():
             key = self._sessions.get(agent)
