@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.decisions import MAX_PICK, PROSE, first_decision, pick_of, spelled
+from kedge.decisions import MAX_PICK, PROSE, first_decision, normalized, pick_of
 from kedge.server.openai.tool_calls import PARSERS
 
 NAMES = st.text("abcXYZ_-.09", min_size=1, max_size=12)
@@ -99,4 +99,4 @@ def test_a_pick_is_bounded_however_it_is_read(reading: str) -> None:
 @given(st.integers(-(10**12), 10**12), st.integers(0, 4))
 def test_every_spelling_of_a_number_is_one(value: int, zeros: int) -> None:
     fraction = "." + "0" * zeros if zeros else ""
-    assert spelled(f"{value:,}{fraction}") == spelled(str(value)) == str(value)
+    assert normalized(f"{value:,}{fraction}") == normalized(str(value)) == str(value)

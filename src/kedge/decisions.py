@@ -50,7 +50,7 @@ def pick_of(answer: str, pick: str) -> str | None:
         return braced(rest.lstrip()[: MAX_PICK + 2]) or None
     matched = _READ_AS[reading].search(rest)
     read = matched[0][:MAX_PICK].casefold() if matched else ""
-    return (spelled(read) if read and reading == "<number>" else read) or None
+    return (normalized(read) if read and reading == "<number>" else read) or None
 
 
 def braced(text: str) -> str | None:
@@ -63,7 +63,7 @@ def braced(text: str) -> str | None:
     return None
 
 
-def spelled(digits: str) -> str:
+def normalized(digits: str) -> str:
     """Normalize a decimal number: `1,200.50` becomes `1200.5`."""
     value = Decimal(digits.replace(",", ""))
     return f"{value.normalize():f}" if value else "0"

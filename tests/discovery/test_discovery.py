@@ -187,7 +187,7 @@ def test_memory_is_bounded_by_a_crowd_of_one_off_prompts(monkeypatch: pytest.Mon
     for number in range(ENTRIES + 88):
         team.ask(words(("prompt", number), 100), words(("answer", number), 50))
     assert len(found.texts._texts) <= ENTRIES and found._examples._nbytes <= 40_000
-    assert found._examples._nbytes == sum(len(one.prompt) for one in found._examples._askers)
+    assert found._examples._nbytes == sum(len(one.prompt) for one in found._examples._requests)
     assert not found.agents
     for number in range(ENTRIES // 4):
         team.run(number)

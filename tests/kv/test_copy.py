@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kedge.cache import Copied, Copy, Direction
-from kedge.kv.copy import PoolCopier, Pools, block_runs, host_pools
+from kedge.kv.copy import PoolCopier, PoolPairs, block_runs, host_pools
 from kedge.kv.storage import PagedStorage
 from tests.kv.test_storage import ROTARY, SPEC
 
 BLOCKS, SIZE = 8, 4
 
 
-def filled(dtype: torch.dtype = torch.float32) -> Pools:
+def filled(dtype: torch.dtype = torch.float32) -> PoolPairs:
     """Both tiers, filled so that no two values are alike."""
     storage = PagedStorage(replace(SPEC, dtype=dtype), BLOCKS, SIZE, torch.device("cpu"), ROTARY)
     pools = host_pools(storage, BLOCKS)

@@ -87,7 +87,7 @@ it in the template itself, and whether a template begins with the former and goe
 
 
 @dataclass(eq=False, slots=True)
-class _Asker:
+class _Request:
     """A request, until it is answered or no longer needed as an example."""
 
     prompt: bytes
@@ -103,26 +103,26 @@ class _Prompts:
     """Prompts in the order in which they came: as many as there is room for, the others are forgotten."""
 
     def __init__(self) -> None:
-        self._askers: deque[_Asker] = deque()
+        self._requests: deque[_Request] = deque()
         self._nbytes = 0
 
-    def keep(self, asked: _Asker) -> _Asker:
+    def keep(self, asked: _Request) -> _Request:
         """Return a copy of a request that has its prompt as long as there is room."""
-        self._askers.append(kept := replace(asked))
+        self._requests.append(kept := replace(asked))
         self._nbytes += len(asked.prompt)
-        while len(self._askers) > MAX_AGENTS or self._nbytes > MAX_BYTES:
-            gone = self._askers.popleft()
+        while len(self._requests) > MAX_AGENTS or self._nbytes > MAX_BYTES:
+            gone = self._requests.popleft()
             self._nbytes -= len(gone.prompt)
             gone.prompt, gone.chain = b"", ()
         return kept
 
-    def drop(self, asked: _Asker) -> None:
-        self._askers.remove(asked)
+    def drop(self, asked: _Request) -> None:
+        self._requests.remove(asked)
         self._nbytes -= len(asked.prompt)
 
-    def alike(self, at: int, block: Hashable) -> list[_Asker]:
+    def alike(self, at: int, block: Hashable) -> list[_Request]:
         """Return the distinct prompts that have this block as their number `at`."""
-        alike = {one.prompt: one for one in self._askers if len(one.chain) > at and one.chain[at] == block}
+        alike = {one.prompt: one for one in self._requests if len(one.chain) > at and one.chain[at] == block}
         return list(alike.values())
 
 
@@ -145,7 +145,7 @@ class Discovery:
         self._examples, self._unnamed = _Prompts(), _Prompts()
         """Prompts that a template may be learned from, and those of agents that are not known yet"""
         self._tries: BoundedDict[Hashable, int] = BoundedDict(MAX_AGENTS)
-        self._asked: BoundedDict[RequestId, _Asker] = BoundedDict(MAX_VALUES)
+        self._asked: BoundedDict[RequestId, _Request] = BoundedDict(MAX_VALUES)
         self._labels: BoundedDict[str, Around] = BoundedDict(MAX_VALUES)
         """Decided when a label is first seen, or seen again after it was forgotten"""
         self._read: BoundedDict[int, None] = BoundedDict(MAX_VALUES)
@@ -162,7 +162,7 @@ class Discovery:
 
     def _find(self, request_id: RequestId, tokens: Sequence[int], now: float) -> Found | None:
         chain = tuple(chain_of(tokens, BLOCK_TOKENS))
-        asked = self._asked[request_id] = _Asker(token_bytes.pack(tokens), chain)
+        asked = self._asked[request_id] = _Request(token_bytes.pack(tokens), chain)
         if not chain:
             return None
         ends = [one for one in chain[:-1] if one in self._ends and not self._heads.is_head(one)]
@@ -205,20 +205,20 @@ class Discovery:
 
     # agents ---------------------------------------------------------------------------------------------------
 
-    def _fill(self, asked: _Asker) -> list[Filled] | None:
+    def _fill(self, asked: _Request) -> list[Filled] | None:
         """Return how a prompt fills a template of the agent with the longest beginning that it has."""
         asked.ends = grouped(self._heads.find(asked.chain))
         asked.agent, filled = self._agents.fill(asked.prompt, asked.chain, asked.ends) or (asked.agent, None)
         return filled
 
-    def _begins_longer(self, asked: _Asker) -> bool:
+    def _begins_longer(self, asked: _Request) -> bool:
         """Return whether a prompt begins like others for longer than its agent's do: then that is several agents."""
         if asked.agent is None:
             return False
         known = asked.agent.head
         return (asked.ends[0][0] + 1) * BLOCK_TOKENS >= known + max(SHORT, LEAST_SHARE * known)
 
-    def _label_of(self, asked: _Asker) -> str:
+    def _label_of(self, asked: _Request) -> str:
         """Return what the answer to a request is called; "" as long as it is not known which agent's it was."""
         if asked.agent is None:
             self._fill(asked)
@@ -229,7 +229,7 @@ class Discovery:
         labels = [answers_of(name) for name in agent.names]
         return next((label for label in labels if label in self._labels), labels[0])
 
-    def _learn(self, asked: _Asker, at: int) -> bool:
+    def _learn(self, asked: _Request, at: int) -> bool:
         """Learn a template of the agent whose fixed prompt ends with block `at`, as soon as there are enough examples.
 
         Returns whether there is a new one. Where examples have none, it is tried again when there are twice as many.
@@ -272,7 +272,7 @@ class Discovery:
 
     # what it says ---------------------------------------------------------------------------------------------
 
-    def _found(self, request_id: RequestId, asked: _Asker, filled: Sequence[Filled], now: float) -> Found:
+    def _found(self, request_id: RequestId, asked: _Request, filled: Sequence[Filled], now: float) -> Found:
         agent = asked.agent
         assert agent is not None
         shared = sum(one.stop - one.start for one in filled if self._keep_value(asked.prompt, one))
@@ -291,7 +291,7 @@ class Discovery:
         self._ends[asked.chain[-1]] = asked.run.id if known in (None, asked.run.id) else SEVERAL
         return Found(agent.id, agent.team, asked.run, segments, asked.produces, shared)
 
-    def _quoted(self, asked: _Asker, filled: Sequence[Filled]) -> Iterator[SampleId]:
+    def _quoted(self, asked: _Request, filled: Sequence[Filled]) -> Iterator[SampleId]:
         """Yield the answers inside of a prompt's values, the last one first, then those in the part of its fixed prompt
         that is not fixed in prompts which begin like it.
         """

@@ -17,11 +17,11 @@ from kedge.kv.storage import PagedStorage
 logger = logging.getLogger(__name__)
 PIECE, GPU_PIECE = 1 << 20, 8 << 20
 """Bytes after which a copy yields to a more urgent one: well below a millisecond."""
-Pools = Sequence[tuple[Tensor, Tensor]]
+PoolPairs = Sequence[tuple[Tensor, Tensor]]
 """Pairs (host, device) of tensors with equal shapes but for the second dimension, along which slots lie."""
 
 
-def host_pools(device: PagedStorage, num_blocks: int) -> Pools:
+def host_pools(device: PagedStorage, num_blocks: int) -> PoolPairs:
     """Return keys and values of new host slots with those of the device."""
     layers, _, *token = device.keys.shape
     shape = layers, num_blocks * device.block_size, *token
@@ -55,7 +55,7 @@ class PoolCopier:
 
     def __init__(
         self,
-        pools: Pools,
+        pools: PoolPairs,
         block_size: int,
         throttle: float = 0.0,
         on_copied: Callable[[], None] = lambda: None,

@@ -241,9 +241,7 @@ class ClientRun:
                 self.values[sample] = Remembered.of(values.get(placeholder.name, NOTHING))
 
     def near(self, next_runs: Mapping[AgentId, NextRun]) -> list[AgentId]:
-        """Return the agents that run within a step, soonest first, without those whose expected call has come already.
-        None where the server has filled no template of the run.
-        """
+        """Return the agents of `registered` that run within a step, soonest first, unless their call has come."""
         known = self.registered.workflow.ids if self.registered else ()
         acting = self.running.keys() | self.called.keys()
         soon = [one for one in known if one in next_runs and one not in acting and next_runs[one].steps <= 1]

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Mapping
 
-from kedge.decisions import NUMBER, spelled
+from kedge.decisions import NUMBER, normalized
 from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
@@ -20,7 +20,7 @@ _PROGRAM = re.compile(r"^(?:def |class |import |from |@)", re.MULTILINE)
 def number(text: str) -> str | None:
     """Return the number after the last `answer is` (or `####`), else the last number, normalized; None without one."""
     found = _STATED.findall(text) or _ANY.findall(text)
-    return None if not found else spelled(found[-1])
+    return None if not found else normalized(found[-1])
 
 
 def code(text: str) -> str | None:
@@ -93,7 +93,7 @@ def question(row: Row) -> Question:
     _, mark, last = str(row["answer"]).rpartition("####")
     if not mark:
         raise ValueError("the answer has no ####")
-    return Question(str(row["question"]).strip(), spelled(last.strip()))
+    return Question(str(row["question"]).strip(), normalized(last.strip()))
 
 
 GSM8K = Team(
