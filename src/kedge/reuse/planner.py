@@ -31,8 +31,6 @@ UNLEARNED = "nothing is known yet of the template behind this value"
 class Draft:
     """A plan in the making, segment by segment: one source per prompt position so far, and what is to be written."""
 
-    key: str
-    """The name of the agent's template"""
     request: GenerateRequest
     """The request as last looked at: values that were pending come later"""
     placed: tuple[Placed, ...]
@@ -114,7 +112,7 @@ class Planner:
     def draft(self, request: GenerateRequest, exact: tuple[Span, ...]) -> Draft:
         """Return a draft in which nothing but the `exact` tokens has been decided."""
         sources = [span.source for span in exact for _ in range(len(span))]
-        draft = Draft(template_key(request), request, layout(request), exact, sources)
+        draft = Draft(request, layout(request), exact, sources)
         if request.prompt_logprobs is not None or not request.wants_translation:
             draft.give_up()
         elif self._refusal:
@@ -169,7 +167,7 @@ class Planner:
             if len(here) > self.short:
                 draft.misses.append(Miss(here.segment.name, CHEAPER))
             return
-        prefixes = self._bases.prefixes(request.namespace, draft.key)
+        prefixes = self._bases.prefixes(request.namespace, template_key(request))
         if prefixes is None and not self.rotates and later_prefixes(draft.placed):
             if not draft.dense:
                 draft.give_up(Miss(here.segment.name, "the agent's template has no base KV yet"))
@@ -207,7 +205,7 @@ class Planner:
             self._move_after(draft, here, after)
             return False
         if text := self.sample_of_reader(request, after):
-            behind = self._looked_up(request, PlaceholderSite(draft.key, after.index), text)
+            behind = self._looked_up(request, after, text)
             if behind.shareable:
                 draft.estimates.append(behind)
                 self._translate(draft, after, text.base, behind.value, behind.value_table, behind.weak)
@@ -228,7 +226,7 @@ class Planner:
         if not self.needs_anchors(request, here):
             return self._anchors.without_offsets(sample), False
         rung = rung_of(request)
-        estimate = self._looked_up(request, PlaceholderSite(draft.key, here.index), sample)
+        estimate = self._looked_up(request, here, sample)
         teaches = not estimate.shareable and estimate.learnable
         if (rung and rung.by_anchors) or not can_move(here.segment):
             return estimate, teaches
@@ -238,10 +236,10 @@ class Planner:
             return self._anchors.without_offsets(sample, estimate), teaches
         return estimate, teaches
 
-    def _looked_up(self, request: GenerateRequest, site: PlaceholderSite, sample: SampleView) -> OffsetEstimate:
+    def _looked_up(self, request: GenerateRequest, placed: Placed, sample: SampleView) -> OffsetEstimate:
         rung = rung_of(request)
         weak_error = rung.weak_error if rung and rung.by_anchors else None
-        return self._anchors.estimate(site, sample, weak_error, leave_out=request.guard.held_out)
+        return self._anchors.estimate(site_of(request, placed), sample, weak_error, leave_out=request.guard.held_out)
 
     def needs_anchors(self, request: GenerateRequest, here: Placed) -> bool:
         """Return whether a value, or the prefix segment behind it, is translated by anchors once there are any."""
@@ -381,3 +379,8 @@ def rung_of(request: GenerateRequest) -> Rung | None:
 def pool_of(request: GenerateRequest, placed: Placed) -> PoolKey:
     """Return the name of the anchor pool of a placeholder's values."""
     return PoolKey(request.namespace, request.workflow, placed.segment.name)
+
+
+def site_of(request: GenerateRequest, placed: Placed) -> PlaceholderSite:
+    """Return the name of the place that a segment has in its agent's template."""
+    return PlaceholderSite(template_key(request), placed.index)

@@ -9,11 +9,11 @@ from itertools import dropwhile, pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from kedge.anchors.anchor import PlaceholderSite, PoolKey
+from kedge.anchors.anchor import PoolKey
 from kedge.anchors.base_store import BaseStore, ContentKey, LastingKey, PrefixKey
 from kedge.reuse.layout import Placed, later_prefixes, layout, reads_in_place, shared_text, template_key, template_of
 from kedge.reuse.plan import ReusePlan
-from kedge.reuse.planner import Planner, pool_of
+from kedge.reuse.planner import Planner, pool_of, site_of
 from kedge.settings import PlannerSettings
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, Span, Tokens
@@ -145,7 +145,7 @@ class Runtime:
         """
         if not self.learns(request):
             return []
-        key, placed = template_key(request), layout(request)
+        placed = layout(request)
         values = self._worth_translating(placed)
         if not values:
             return []
@@ -156,10 +156,10 @@ class Runtime:
             self._bases.note_read(request.run_key, value.sample, value.tokens, value.base_context, is_last=is_last)
         others = [one for one in values if not reads_in_place(request, one)]
         missing = [self._placeholder_need(request, one) for one in others if self._lacks_base(request, one, is_new)]
-        later = later_prefixes(placed)
-        if not later or not self._worth_learning(request) or self._prefixes(request, placed) is not None:
+        if not self._worth_learning(request) or self._prefixes(request, placed) is not None:
             return missing
-        if not self._has_room(PrefixKey(request.namespace, key), sum(map(len, later)), None, is_new):
+        key, tokens = PrefixKey(request.namespace, template_key(request)), sum(map(len, later_prefixes(placed)))
+        if not self._has_room(key, tokens, None, is_new):
             return missing
         keep = partial(self._keep_template, request)
         return [BaseNeed(request.namespace, template_of(request).tokens, keep), *missing]
@@ -178,12 +178,12 @@ class Runtime:
         """
         if not self.learns(request) or request.prompt_logprobs is not None:
             return []
-        key, placed = template_key(request), layout(request)
+        placed = layout(request)
         wanted = (one for one in placed if one.segment.is_placeholder and not request.guard.withholds(one.segment.name))
         values = [one for one in wanted if one.stop > exact_tokens]
-        if later_prefixes(placed) and self._prefixes(request, placed) is None:
+        if self._prefixes(request, placed) is None:
             values = [one for one in values if self._moves(one)]
-        ready = [one for one in values if self._is_ready(request, key, one, of_later_readers)]
+        ready = [one for one in values if self._is_ready(request, one, of_later_readers)]
         paying = [one for one in ready if self.planner.pays(one) and self._lacks_base(request, one, is_new=True)]
         return [self._placeholder_need(request, one) for one in paying]
 
@@ -218,9 +218,8 @@ class Runtime:
             return False
         if plan.translates or not self.learns(request):
             return plan.teaches and self.learns(request)
-        key = template_key(request)
         values = self._worth_learning(request)
-        sites = ((PlaceholderSite(key, one.index), self.planner.pool(request, one)) for one in values)
+        sites = ((site_of(request, one), self.planner.pool(request, one)) for one in values)
         if not all(self._anchors.experience(*site).is_saturated for site in sites):
             return True
         self._saturated += bool(values)
@@ -233,23 +232,21 @@ class Runtime:
 
         One placeholder a step, so that decodes beside it are not held up for long; yields what was measured.
         """
-        key, placed = template_key(request), layout(request)
-        prefixes = self._prefixes(request, placed)
-        if prefixes is None and later_prefixes(placed):
+        if (prefixes := self._prefixes(request, layout(request))) is None:
             return
         for here in self._learnable(request, plan):
             after = here.text
-            base_prefix = prefixes.get(after.index) if prefixes and after else None
+            base_prefix = prefixes.get(after.index) if after else None
             is_moved = plan is not None and here.index in plan.moved
             if is_moved and base_prefix is None:
                 continue
             if (sample := self.planner.sample(request, here)) is not None:
                 real = sample.base if is_moved else read(here.start, here.start + sample.base.tokens)
                 real_prefix = read(after.start, after.stop) if base_prefix is not None and after else None
-                self._anchors.observe(PlaceholderSite(key, here.index), sample, real, base_prefix, real_prefix)
+                self._anchors.observe(site_of(request, here), sample, real, base_prefix, real_prefix)
                 yield here
             if after and (text := self.planner.sample_of_reader(request, after)) is not None:
-                self._anchors.observe(PlaceholderSite(key, after.index), text, read(after.start, after.stop))
+                self._anchors.observe(site_of(request, after), text, read(after.start, after.stop))
                 yield after
 
     def may_observe(self, request: GenerateRequest, plan: ReusePlan | None = None) -> bool:
@@ -268,9 +265,9 @@ class Runtime:
     # which base KV is worth it ---------------------------------------------------------------------------------
 
     def _prefixes(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> Mapping[int, KVSegment] | None:
-        """Return base KV of the template's later prefix segments, None unless that of all of them is there."""
+        """Return base KV of the template's later prefix segments, if it has any; None unless that of all is there."""
         later = [one.index for one in later_prefixes(placed)]
-        return self._bases.prefixes(request.namespace, template_key(request), later)
+        return self._bases.prefixes(request.namespace, template_key(request), later) if later else {}
 
     def _in_place(self, request: GenerateRequest) -> list[Placed]:
         """Return the values whose base KV this prompt's own KV is, where that is not kept yet and others read it."""
@@ -300,12 +297,12 @@ class Runtime:
                 found.append(one)
         return found
 
-    def _is_ready(self, request: GenerateRequest, key: str, placed: Placed, of_later_readers: bool) -> bool:
+    def _is_ready(self, request: GenerateRequest, placed: Placed, of_later_readers: bool) -> bool:
         """Return whether its agent would translate a value, once base KV of it is there."""
         if self._moves(placed):
             return not reads_in_place(request, placed)
-        site, pool = PlaceholderSite(key, placed.index), pool_of(request, placed)
-        experience = self._anchors.experience(site, pool)
+        pool = pool_of(request, placed)
+        experience = self._anchors.experience(site_of(request, placed), pool)
         if experience.is_calibrated:
             return True
         was_read = of_later_readers and self._readers.reads(pool, placed.segment.tokens) > 1
