@@ -302,7 +302,7 @@ POISONED, LOUDNESS = 12, 3.0
 
 def agent_sites(parts: EngineParts, agent: AgentId) -> list[tuple[AnchorPool, PlaceholderSite]]:
     """Return the sites of an agent's placeholders, with their pools. Raises `PlanError` without any."""
-    pools = parts.learned[0].pools.values()
+    pools = parts.anchors.pools.values()
     found = [(pool, site) for pool in pools for site in pool.sites if site.agent_key.split("/")[1] == agent]
     if not found:
         raise PlanError("anchors", agent, "has nothing that could be damaged: more questions are needed before")

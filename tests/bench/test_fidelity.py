@@ -94,7 +94,7 @@ def test_questions_that_count_teach_nothing(loaded: Loaded) -> None:
     with team.engine, served.engine:
         answers = [team.answer((number, one)) for number, one in enumerate(asked(8), -5)]
         served.teach(answers[:5])
-        store = served.engine._core.parts.learned[0]
+        store = served.engine._core.parts.anchors
         learned = {key: len(pool.anchors) for key, pool in store.pools.items()}
         observed = served.engine._core.parts.learning.stats()["observed"]
         served.ask(answers[5:], timed=False)

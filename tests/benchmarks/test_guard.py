@@ -63,7 +63,7 @@ def lane(loaded: Loaded) -> Iterator[GuardLane]:
 
 def stored(parts: EngineParts, agent: str | None = None) -> dict[object, Tensor]:
     """The offsets of one agent's sites, or of all, without the arenas' free rows."""
-    pools = parts.learned[0].pools
+    pools = parts.anchors.pools
     return {
         (key, site, number): table.arena[table.rows_of_anchors(offsets.anchors)].clone()
         for key, pool in pools.items()
@@ -78,7 +78,7 @@ def changed_by(lane: GuardLane, do: Callable[[EngineParts], object]) -> tuple[se
     before, own = lane.engine.query(stored), lane.engine.query(partial(stored, agent=FINAL))
     lane.engine.query(do)
     after = lane.engine.query(stored)
-    lane.engine.query(lambda parts: parts.learned[0].check_integrity())
+    lane.engine.query(lambda parts: parts.anchors.check_integrity())
     return {key for key, rows in before.items() if not torch.equal(rows, after[key])}, set(own)
 
 

@@ -84,7 +84,7 @@ def test_a_tenants_limits_reach_the_engine(tmp_path: Path) -> None:
     file.write_text(f'[tenants.a]\nkeys = ["{hashed("k")}"]\nanchor_bytes = "1MiB"\nhost_memory = "2MiB"')
     with engine() as built:
         create_app(built, keys=load_keys(file, f"b:{hashed('l')}", LimitSettings(anchor_bytes=7)))
-        limits = built.query(lambda parts: parts.learned[0].limits)
+        limits = built.query(lambda parts: parts.anchors.limits)
         assert limits == {"a": 1 << 20, "b": 7}
         block = built.runner.spec.bytes_per_token * 16
         assert built.query(lambda parts: parts.cache.tiers.limits) == {"a": (2 << 20) // block}

@@ -311,7 +311,7 @@ def test_a_refuted_translation_is_computed_before_the_first_token_and_learned_fr
     """What is not a number also reaches tokens before it that are computed in the same pass, under the mask."""
     made, seen = driver(70, refutes=True)
     before = made.core.parts.stats()["learning"]["observed"]
-    for pool in () if is_finite else made.core.parts.learned[0].pools.values():
+    for pool in () if is_finite else made.core.parts.anchors.pools.values():
         for table in pool.tables:
             table.arena.fill_(math.nan)
     served, kv = made.serve(watched(70))

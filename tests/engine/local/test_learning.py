@@ -130,7 +130,7 @@ def written(question: int = 1, run: str = "run", **more: Any) -> GenerateRequest
 def left(engine: Stepped, writer: RequestSequence) -> KVSegment | None:
     """Base KV that an answer has left for those that read it."""
     answer = SampleId.parse("agent_writer@0")
-    found = engine.core.parts.learned[1].find(writer.request.run_key, answer, tuple(writer.response), ())
+    found = engine.core.parts.bases.find(writer.request.run_key, answer, tuple(writer.response), ())
     return found and found.kv
 
 
@@ -267,5 +267,5 @@ def test_what_costs_less_to_compute_is_computed_and_nothing_is_done_for_it() -> 
     receipt = engine.serve(reader(2)).receipt()
     reasons = {miss.segment: miss.reason for miss in receipt.misses}
     assert reasons["agent_writer_current"] == "computing it takes less time than translating it"
-    assert not engine.core.parts.learned[0].pools
+    assert not engine.core.parts.anchors.pools
     assert learning(engine)["base_prefills_done"] == 1, "the template's"

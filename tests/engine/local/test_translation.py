@@ -222,7 +222,7 @@ def test_a_new_teams_answers_are_moved_and_it_learns_from_what_its_readers_compu
         run, question = f"run-{at}", tokens(50 + at, 12)
         solving = replace(request(question, run=run, max_tokens=24), produces=SampleId.parse("agent_solver@0"))
         asked = reading(tuple(driver.serve(solving)[0].response), question, run)
-        base = driver.core.parts.learned[1].find(asked.run_key, asked.segments[3].sample, asked.segments[3].tokens, ())
+        base = driver.core.parts.bases.find(asked.run_key, asked.segments[3].sample, asked.segments[3].tokens, ())
         sequence, kv = driver.serve(asked)
         translated.append(sequence.receipt().translated)
         moved = kv.slice(54, 77)

@@ -117,7 +117,7 @@ def test_offsets_that_moved_since_are_looked_up_again(
 ) -> None:
     """Learning moves the rows of tables, which makes blends of them invalid."""
     expect(engine, ONE)
-    for pool in engine.worker._learner.learned[0].pools.values():
+    for pool in engine.worker._learner.anchors.pools.values():
         for table in pool.tables:
             table.version += 1
     output = ask(engine, ONE)

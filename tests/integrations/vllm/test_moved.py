@@ -97,7 +97,7 @@ def test_the_first_reader_of_an_answer_translates_it(
 def seen(engine: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """What is learned from: the numbers of segments, and whether they count as having no offsets."""
     found: list[tuple[int, bool]] = []
-    anchors, _ = engine.worker._learner.learned
+    anchors = engine.worker._learner.anchors
     observe = anchors.observe
 
     def observing(site: Any, sample: Any, real: Any, *more: Any) -> None:

@@ -61,6 +61,6 @@ def test_a_tenant_keeps_to_its_anchors_after_a_restart_too(tiny_llama: Path, tmp
                 for salt in ("acme", "acme/part", "else"):
                     built.ask(tokens(value), kedge=hints(value), salt=salt)
             held: dict[str, int] = {}
-            for key, pool in built.worker._learner.learned[0].pools.items():
+            for key, pool in built.worker._learner.anchors.pools.items():
                 held[key.namespace.tenant] = held.get(key.namespace.tenant, 0) + pool.nbytes
             assert 0 < held["acme"] <= 192 << 10 < held["else"] <= 384 << 10

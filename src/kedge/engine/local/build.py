@@ -119,11 +119,10 @@ class EngineParts:
         if runner.graphs is not None:
             runner.graphs.capture(config.max_running)
 
-        anchors = AnchorStore(config.anchors)
-        bases = BaseStore(config.anchors.max_base_bytes, runner.spec.bytes_per_token)
+        self.anchors = AnchorStore(config.anchors)
+        self.bases = BaseStore(config.anchors.max_base_bytes, runner.spec.bytes_per_token)
         self.costs = EngineCosts(by_cost=config.planner.by_cost)
-        self.learned = anchors, bases
-        self.runtime = Runtime(anchors, bases, config.planner, runner.refusal, self.costs)
+        self.runtime = Runtime(self.anchors, self.bases, config.planner, runner.refusal, self.costs)
 
         self.copier = copier = self._host_copier(block_bytes, on_copied)
         self.cache = cache = CacheManager(
@@ -175,8 +174,8 @@ class EngineParts:
             "loading": dict(self.loading),
             "preassembly": self.preassembly.stats(),
             "discovery": self.plain.stats(),
-            "anchors": asdict(self.learned[0].stats()),
-            "base_kv": asdict(self.learned[1].stats()),
+            "anchors": asdict(self.anchors.stats()),
+            "base_kv": asdict(self.bases.stats()),
         }
 
     def tenant_stats(
@@ -187,7 +186,7 @@ class EngineParts:
         """
         found = (self.cache.status(namespace, tokens) for namespace, tokens in prompts)
         cached = [{"device": one.device_tokens, "host": one.host_tokens} for one in found]
-        pools = self.learned[0].pool_stats(owns)
+        pools = self.anchors.pool_stats(owns)
         return {"prompts": cached, "pools": pools, "traffic": self.plain.report(owns)}
 
 

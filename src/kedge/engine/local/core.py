@@ -225,7 +225,7 @@ class EngineCore:
 
     def limit(self, tenant: TenantId, quota: Quota) -> None:
         """Limit what a tenant holds."""
-        self.parts.learned[0].limit(tenant, quota.anchor_bytes)
+        self.parts.anchors.limit(tenant, quota.anchor_bytes)
         self.parts.cache.limit_host(tenant, quota.host_bytes)
 
     def clear(self) -> None:

@@ -375,7 +375,7 @@ class LocalEngine(Engine):
                 self._give_back_state()
                 identity, spec = state_identity(self.runner, self.tokenizer, self.config.anchors), self.runner.spec
                 like = KVSegment.empty((spec.layers, spec.kv_heads, spec.head_dim), spec.dtype, self.runner.device)
-                ask: AskLearned = lambda ask: self.query(lambda parts: ask(*parts.learned))  # noqa: E731
+                ask: AskLearned = lambda ask: self.query(lambda parts: ask(parts.anchors, parts.bases))  # noqa: E731
                 self._state = EngineState(folder, identity, like, ask, guard=self._guard.guard)
             return self._state
 

@@ -115,15 +115,15 @@ def test_what_is_lost_is_lost_alone_and_learned_again(teacher: LocalEngine, tmp_
 def test_a_part_of_a_template_that_an_earlier_version_saved_is_computed_again(
     teacher: LocalEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (key,) = teacher.query(lambda parts: parts.learned[1].lasting(values=False))
-    whole = teacher.query(lambda parts: parts.learned[1].stored(key).parts)
-    teacher.query(lambda parts: parts.learned[1].put_prefix(*key, dict([*whole.items()][-1:])))
+    (key,) = teacher.query(lambda parts: parts.bases.lasting(values=False))
+    whole = teacher.query(lambda parts: parts.bases.stored(key).parts)
+    teacher.query(lambda parts: parts.bases.put_prefix(*key, dict([*whole.items()][-1:])))
     teacher.save(tmp_path)
     teacher.close()
     with engine() as pupil:
         pupil.load(tmp_path)
         ask(pupil, 70)
-        assert pupil.query(lambda parts: parts.learned[1].stored(key).parts).keys() == whole.keys()
+        assert pupil.query(lambda parts: parts.bases.stored(key).parts).keys() == whole.keys()
     assert caplog.text.count("lacks segments") == 1
 
 

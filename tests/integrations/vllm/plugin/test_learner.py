@@ -112,12 +112,12 @@ def test_while_a_write_is_planned_no_pass_is_waited_for(learner: Learner, monkey
 def test_where_keys_are_rotated_otherwise_nothing_is_computed_for_others_or_kept(learner: Learner) -> None:
     answered = replace(REQUEST, produces=SampleId(ValueKind.AGENT, "a"))
     assert learner.judge(TranslationQuery(REQUEST, 0)).needs
-    known = learner.learned[1].stats()
+    known = learner.bases.stats()
     learner.rotation.refusal = "its rotary embedding differs from Kedge's"
     assert not learner.judge(TranslationQuery(REQUEST, 0)).needs
     captured(learner, REQUEST)
     learner.capture(Capture(answered, (1,), 0, (7, 8), 1))
-    assert not learner.captured and learner.learned[1].stats() == known
+    assert not learner.captured and learner.bases.stats() == known
     assert learner.rotation.refusal, "another prompt does not show that they are not"
 
 

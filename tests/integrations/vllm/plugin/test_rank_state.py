@@ -42,7 +42,7 @@ def test_steps_go_on_while_a_snapshot_is_written(monkeypatch: pytest.MonkeyPatch
         BaseStore(1 << 20),
         KVSegment(torch.ones(1, 3, 1, 2), torch.zeros(1, 3, 1, 2)),
     )
-    learned = SimpleNamespace(learned=(anchors, bases), is_learning=False, rotation=SimpleNamespace(refusal=None))
+    learned = SimpleNamespace(anchors=anchors, bases=bases, is_learning=False, rotation=SimpleNamespace(refusal=None))
     learned.pages, learned.is_at_rest = SimpleNamespace(synchronize=lambda: None), False
     learned.learn = lambda: False
     side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())

@@ -175,7 +175,7 @@ def test_what_is_asked_of_a_rank_is_answered_once_its_device_has_done_all() -> N
     """A snapshot is read by another thread, whose stream waits for none."""
     side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())
     done, pages = list[str](), SimpleNamespace(synchronize=lambda: done.append("all"))
-    side._learner = SimpleNamespace(learned=(None, None), pages=pages)
+    side._learner = SimpleNamespace(anchors=None, bases=None, pages=pages)
     assert side.ask(lambda *_: tuple(done)) == ("all",)
 
 

@@ -118,19 +118,17 @@ class Learner:
 
     def __init__(self, pages: Pages, settings: PluginSettings, costs: EngineCosts) -> None:
         """`costs` says what is worth translating."""
-        anchors = AnchorStore(settings.anchors)
-        self._bases = BaseStore(settings.anchors.max_base_bytes, pages.bytes_per_token)
+        self.anchors = AnchorStore(settings.anchors)
+        self.bases = BaseStore(settings.anchors.max_base_bytes, pages.bytes_per_token)
         for tenant, quota in settings.quotas.items():
             if tenant == OTHERS:
-                anchors.limit_others(quota.anchor_bytes)
+                self.anchors.limit_others(quota.anchor_bytes)
             else:
-                anchors.limit(TenantId(tenant), quota.anchor_bytes)
-        self.learned = anchors, self._bases
-        """All anchors and all base KV"""
-        self._runtime = Runtime(*self.learned, settings.planner, None, costs)
+                self.anchors.limit(TenantId(tenant), quota.anchor_bytes)
+        self._runtime = Runtime(self.anchors, self.bases, settings.planner, None, costs)
         self.pages, self._costs, self._translate_into = pages, costs, translate_into(pages)
         # Without the time in which a pass under way was waited for: the device was at work then anyway.
-        self._clock = lambda: time.monotonic() - anchors.waited
+        self._clock = lambda: time.monotonic() - self.anchors.waited
         self.expected = DraftedPrompts(self._runtime, self._known, self._clock)
         self.planned: dict[RequestId, PlannedWrite] = {}
         """Of requests that are not admitted yet"""
@@ -174,7 +172,7 @@ class Learner:
         first = request.segments[0]
         if first.is_placeholder or len(request.segments) == 1:
             return None
-        entry = self._bases.find(request.run_key, _NO_SAMPLE, first.tokens, ())
+        entry = self.bases.find(request.run_key, _NO_SAMPLE, first.tokens, ())
         return entry.kv if entry else None
 
     def _known(self, request: GenerateRequest) -> int:
@@ -256,7 +254,7 @@ class Learner:
                 self.rotation.check(request.tokens, read(0, request.prompt_tokens))
             first = request.segments[0]
             if first.tokens and not first.is_placeholder and self._head(request) is None:
-                self._bases.put_content(request.namespace, first.tokens, (), read(0, len(first.tokens)))
+                self.bases.put_content(request.namespace, first.tokens, (), read(0, len(first.tokens)))
             self._runtime.keep_base(request, read, plan)
             is_wanted = request.request_id in self._harvests and self._runtime.may_observe(request, plan)
             self._harvests.pop(request.request_id, None)

@@ -161,7 +161,7 @@ class WorkerSide:
         assert self._learner
         with self._learning:
             self._learner.pages.synchronize()
-            return question(*self._learner.learned)
+            return question(self._learner.anchors, self._learner.bases)
 
     # a step, in vLLM's order ----------------------------------------------------------------------------------------
 
