@@ -209,8 +209,8 @@ class BaseStore:
         return stored.parts
 
     def lasting(self, *, values: bool) -> list[LastingKey]:
-        """Return the keys of what is not of a single run, least recently used first: of the base KV of templates and,
-        if `values`, of values.
+        """Return the keys of base KV that outlasts runs, least recently used first: of templates and, if `values`, of
+        values.
         """
         kinds = (PrefixKey, ContentKey) if values else (PrefixKey,)
         return [key for key in self._entries if isinstance(key, kinds) and not self.is_expected(key)]

@@ -50,7 +50,7 @@ class Demands:
         self._waiting: dict[RequestId, _Demand] = {}
 
     def demand(self, request_id: RequestId, namespace: Namespace, tokens: Sequence[int]) -> Readiness:
-        """Load what of the prefix is on the host, or joins the loads under way; see `CacheManager.demand`."""
+        """Load the part of the prefix on the host, or join the loads under way; see `CacheManager.demand`."""
         demand = self._waiting.get(request_id)
         if demand is None:
             node = self._tiers.tree.end(namespace, tokens)

@@ -11,8 +11,8 @@ and then the rest is recomputed. Without a host tier and without labels this is 
 | exact and full      | lease | its own  | enters the tree; freed if the tree has the same   |
 | translated, partial | lease | its own  | freed, or kept for its exact beginning            |
 
-Where the hit ends within a cached block, what of that is in the prompt is copied to the lease's first own block. Of a
-fixed prompt that ends within a block, that block may enter the tree for its beginning (see `PartialBlocks`).
+Where the hit ends within a cached block, the prompt's part of it is copied to the lease's first own block. Of a fixed
+prompt that ends within a block, that block may enter the tree for its beginning (see `PartialBlocks`).
 """
 
 from collections.abc import Callable, Sequence
@@ -280,7 +280,7 @@ class CacheManager:
     # the workflow ---------------------------------------------------------------------------------------------
 
     def on_label(self, namespace: Namespace, key: Owner, tokens: Sequence[int], backed_up: bool = True) -> int:
-        """Label the end of what is cached of `tokens`, the fixed prompt or the history of `key`, and back it up.
+        """Label the end of the cached part of `tokens`, the fixed prompt or the history of `key`, and back it up.
 
         The end is floored to a block. A key has one label: the newest. Returns how many tokens it covers. Call this
         once the prompt is cached (after `commit_prefix` or `finish`), at every call of the agent. A key that no
@@ -500,7 +500,7 @@ class CacheManager:
         return tuple(span for span in spans if span)
 
     def _back_up_hits(self, node: TreeNode) -> None:
-        """Back up what of the path to `node` has been hit often enough; fixed prompts are when they are labelled."""
+        """Back up the nodes up to `node` that were hit often enough; fixed prompts are when they are labelled."""
         hits = self.tiers.settings.backup_hits
         if hits is None or not self.tiers.host_blocks:
             return

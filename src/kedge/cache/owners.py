@@ -26,7 +26,7 @@ class Ranked:
     def __init__(self) -> None:
         self.last_access = 0
         self.steps: StepCounts | None = None
-        """The steps of those that need it; None where nobody is known to"""
+        """The steps of all that need it; None where nobody is known to"""
         self.step: float | None = None
         """The least of them"""
         self.varying = False

@@ -159,7 +159,7 @@ class PagedStorage:
 
 
 def halves(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what of rows [..., latent + rotary_dim] counts as keys, the second half, and as values: views."""
+    """Return rows [..., latent + rotary_dim] as keys, their second half, and values, their first: views."""
     values, keys = rows.chunk(2, dim=-1)
     return keys, values
 

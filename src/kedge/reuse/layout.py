@@ -94,5 +94,5 @@ def template_of(request: GenerateRequest) -> GenerateRequest:
 
 
 def later_prefixes(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
-    """Return the prefix segments after the first segment: those that need base KV to be translated."""
+    """Return the prefix segments after the first segment, which need base KV to be translated."""
     return tuple(p for p in placed if not p.segment.is_placeholder and p.index > 0 and len(p))

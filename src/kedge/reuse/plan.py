@@ -24,7 +24,7 @@ class Sentinel(NamedTuple):
 
     position: int
     is_weak: bool
-    """Whether it is computed anyway, as no offset predicts it; else it was drawn from those that are translated"""
+    """Whether it is computed anyway, as no offset predicts it; else it was drawn from the translated ones"""
 
 
 @dataclass(frozen=True, slots=True)

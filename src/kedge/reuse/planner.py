@@ -285,8 +285,8 @@ class Planner:
     def _translate(
         self, draft: Draft, placed: Placed, base: KVSegment, blend: Any, table: Any, weak: Iterable[int]
     ) -> None:
-        """Write what of a segment is not exact and has base KV, then computes its first tokens and the `weak` ones
-        again.
+        """Note that a segment is translated as far as it is not exact and has base KV, but for its first tokens and the
+        `weak` ones, which are computed all the same.
         """
         skip, stop = max(0, draft.exact_tokens - placed.start), placed.start + base.tokens
         if skip >= base.tokens:
@@ -352,9 +352,9 @@ class Planner:
         return SampleView(pool_of(request, placed), entry.tokens, entry.kv, entry.key, weight)
 
     def sample_of_reader(self, request: GenerateRequest, here: Placed) -> SampleView | None:
-        """Return what the prompt of another agent has left of a value or of the template behind one, where all tokens
-        since the first value are the same. The two prompts differ only before that value, so this KV is off by a third
-        of what the producer's is.
+        """Return the KV that another agent's prompt has left of a value, or of the template behind one, where all since
+        the first value is the same. The two prompts differ only before that value, so its error is a third of that of
+        the producer's KV.
         """
         is_value = here.segment.is_placeholder
         first = next(at for at, one in enumerate(request.segments) if one.is_placeholder)

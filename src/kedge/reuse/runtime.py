@@ -141,7 +141,7 @@ class Runtime:
 
     def needs(self, request: GenerateRequest, *, is_new: bool = False) -> list[BaseNeed]:
         """Return base prefills worth doing for later requests. A request that `is_new` counts as one more reader, and
-        takes room for what they leave; else they are those that have room.
+        takes room for the base KV; any other gets only prefills whose base KV has room already.
         """
         if not self.learns(request):
             return []
@@ -280,8 +280,8 @@ class Runtime:
         ]
 
     def _shared_texts(self, request: GenerateRequest, plan: ReusePlan | None) -> list[Placed]:
-        """Return what stands behind the first value of which this prompt has KV that has read what is before it
-        (computed, or with offsets added), where others are expected to read it.
+        """Return the segments behind the first value that others are expected to read, and whose KV in this prompt has
+        read all before it: it was computed, or offsets were added.
         """
         behind = [*dropwhile(lambda one: not one.segment.is_placeholder, layout(request)[:-1])]
         found = []
@@ -317,7 +317,7 @@ class Runtime:
         return [one for one in placed if one.segment.is_placeholder and self.planner.pays(one)]
 
     def _worth_learning(self, request: GenerateRequest) -> list[Placed]:
-        """Return those of them that anchors are to translate, or the prefix segment behind them."""
+        """Return the values worth translating for which, or for the prefix segment behind which, anchors are needed."""
         return [one for one in self._worth_translating(layout(request)) if self.planner.needs_anchors(request, one)]
 
     def _learnable(self, request: GenerateRequest, plan: ReusePlan | None) -> Iterator[Placed]:

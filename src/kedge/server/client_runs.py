@@ -186,7 +186,7 @@ class ClientRuns:
             self._engine.forecast(changes, begins)
 
     def _forget_old(self, now: float) -> None:
-        """Forget the runs of all tenants that were not heard of for the forecasts' `ttl`, and those that are too many.
+        """Forget every tenant's runs that were not heard of for the forecasts' `ttl`, and the oldest beyond `ENTRIES`.
         O(tenants).
         """
         for runs in self.by_tenant.values():

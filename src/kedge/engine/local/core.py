@@ -33,7 +33,7 @@ class EngineCore:
     """Owner of the model, the cache, the storage and the anchors, which runs the passes."""
 
     def __init__(self, parts: EngineParts) -> None:
-        """Complete the parts by those that end requests."""
+        """Make the parts that end requests, the scheduler and learning, and take over the others."""
         self.parts, config = parts, parts.config
         self.requests = Requests(parts)
         self.judge: Judge = lambda *_: False

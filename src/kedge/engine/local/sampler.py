@@ -34,7 +34,7 @@ class ForcedAnswer:
 
     def read(self, place: int, rows: Tensor) -> Tensor:
         """Record logits [rows, vocab], of which the first are after `place` tokens of the answer (negative: before its
-        beginning). Returns those that a token of the answer follows.
+        beginning). Returns the rows that a token of the answer follows.
         """
         first, stop = max(0, -place), max(0, len(self.tokens) - place)
         kept = rows[first : min(stop, max(0, self.rows - place))].float().cpu()

@@ -1,5 +1,5 @@
-"""Continuous batching: the choice of sequences and positions for the next pass, the order in which every tenant's
-waiting requests are served, by what of their prompts is cached.
+"""Continuous batching: the choice of sequences and positions for the next pass, and the order in which every tenant's
+waiting requests are served, by the cached shares of their prompts.
 """
 
 import heapq
@@ -49,7 +49,7 @@ class FairQueue(Generic[T]):
 
     Every tenant has a virtual counter of the tokens that it received, and the tenant with the least counter is next
     (VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A returning tenant is lifted to the
-    least counter of those that wait, so that idle time earns no credit. Not thread-safe.
+    least counter of waiting tenants, so that idle time earns no credit. Not thread-safe.
     """
 
     def __init__(self, look_up: Callable[[T], float] = lambda _: 1.0) -> None:
@@ -133,8 +133,8 @@ class FairQueue(Generic[T]):
 
 
 class CachedFirst:
-    """Serves what is cached first, while the live contexts do not fit the device: what `FairQueue.arrange` has to know,
-    and the protection of what waits by its place.
+    """Lets requests with cached prompts go first, while the live contexts do not fit the device: tells
+    `FairQueue.arrange` what it has to know, and protects the KV of waiting requests by their places.
     """
 
     def __init__(self, cache: CacheManager, sessions: SessionCaching) -> None:
@@ -327,7 +327,7 @@ class Scheduler:
         return next((one for one in self.waiting if len(one.tokens) <= FEW), None)
 
     def _admit_aside(self) -> bool:
-        """Admit preempted requests, and those that stepped aside and are ready. Returns False if one lacks room."""
+        """Admit preempted requests, and ready ones that stepped aside. Returns False if one lacks room."""
         room = True
         for queue in (self.preempted, self.loading):
             for sequence in tuple(queue):

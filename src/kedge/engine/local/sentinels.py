@@ -39,8 +39,8 @@ class Sentinels:
         return SentinelRows(tuple(sentinels), slots, self._read(slots))
 
     def errors(self, before: Sequence[SentinelRows]) -> list[float]:
-        """Return for each sentinel of all these the relative error of what translation wrote: the norm of the
-        difference over that of the computed KV, keys or values, whichever is larger.
+        """Return the relative error of the translated KV of each sentinel: the norm of its difference from the computed
+        KV over the norm of that, of keys or of values, whichever is larger.
         """
         slots, kv = torch.cat([rows.slots for rows in before]), torch.cat([rows.kv for rows in before], dim=2)
         computed, dims = self._read(slots).float(), (1, 3, 4)

@@ -25,7 +25,7 @@ class SessionCaching:
         self._lengths = FixedLengths(cache.block_size)
 
     def arrived(self, request: GenerateRequest) -> Turn | None:
-        """Protect what is cached of the prompt of a request that waits, more than that of those that come later.
+        """Protect the cached part of a waiting request's prompt, more than those of later requests.
 
         None for a request that reuses nothing.
         """
