@@ -152,10 +152,9 @@ class AnchorStore:
 
     def use(self, estimate: OffsetEstimate) -> None:
         """Count a use of the anchors of an estimate, once it is used."""
-        pool = self.pools.get(estimate.pool) if estimate.pool else None
-        if pool and estimate.pool:
+        if estimate.pool and (pool := self.pools.get(estimate.pool)):
             pool.hit(estimate.used)
-            self.pools[estimate.pool] = pool
+            self.pools.move_to_end(estimate.pool)
             self._used += 1
 
     def observe(
