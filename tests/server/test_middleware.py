@@ -1,8 +1,8 @@
 """Who may be meant by a call, and in what types bodies come: no page of another site does anything here."""
 
 import json
-import logging
 import os
+import resource
 import signal
 import threading
 import time
@@ -19,7 +19,6 @@ from kedge.engine.echo import EchoEngine
 from kedge.engine.process.engine import ProcessEngine
 from kedge.server import middleware
 from kedge.server.app import GracefulServer
-from kedge.server.logs import Seldom
 from kedge.server.middleware import BoundedConnection, HostCheck
 from kedge.server.service import Service
 from kedge.server.tenancy import load_keys
@@ -77,11 +76,10 @@ def test_probes_call_by_any_name(http: httpx.Client, path: str) -> None:
 
 
 def test_a_name_that_is_allowed_is_answered() -> None:
-    with EchoEngine() as engine, serving(engine, ServerSettings(allowed_hosts=("kedge",))) as running:
-        statuses = [
-            running.http().get("/v1/models", headers={"Host": host}).status_code for host in ("kedge:80", "x:80")
-        ]
-    assert statuses == [200, 421]
+    allowed = ServerSettings(allowed_hosts=("kedge",))
+    with EchoEngine() as engine, serving(engine, allowed) as running, running.http() as http:
+        for host, status in (("kedge:80", 200), ("x:80", 421)):
+            assert http.get("/v1/models", headers={"Host": host}).status_code == status
 
 
 # types of bodies ------------------------------------------------------------------------------------------------------
@@ -205,26 +203,21 @@ def test_many_half_requests_and_idle_ones_keep_nobody_out(
         one.close()
 
 
+@pytest.mark.parametrize(("soft", "hard", "files"), [(1024, 1 << 20, 1 << 15), (1024, 1024, 1024), (-1, -1, 1 << 15)])
+def test_connections_leave_files_for_others(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, files: int) -> None:
+    limits = [(soft, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    assert middleware.open_files() == files == middleware.open_files()
+    assert middleware.most_connections() + 4 * (files // 16) < files
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models"])
 def test_a_head_is_answered_like_a_get_without_its_body(running: Served, path: str) -> None:
     with running.http(A) as http:
         answer = http.head(path)
         assert (answer.status_code, answer.content) == (200, b"")
         assert answer.headers["content-type"] == http.get(path).headers["content-type"]
-
-
-def test_a_warning_that_strangers_cause_is_logged_once_a_minute() -> None:
-    seldom = Seldom()
-
-    def record(message: str, at: float, level: int = logging.WARNING) -> logging.LogRecord:
-        one = logging.LogRecord("asyncio", level, "", 0, message, (), None)
-        one.created = at
-        return one
-
-    passed = [at for at in range(150) if seldom.filter(record("socket.accept() out of system resource", at))]
-    assert passed == [0, 60, 120]
-    assert seldom.filter(record("another", 121.0)) and seldom.filter(record("another", 1.0)), "the clock was set back"
-    assert all(seldom.filter(record("started", at, logging.INFO)) for at in range(3))
 
 
 # an engine that hangs -------------------------------------------------------------------------------------------------

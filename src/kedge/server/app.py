@@ -30,7 +30,7 @@ from kedge.server import anthropic, responses, workflows
 from kedge.server.dashboard import routes as dashboard
 from kedge.server.http import ERRORS, JSONAnswer, answer_error
 from kedge.server.logs import AccessLogMiddleware
-from kedge.server.middleware import BoundedConnection, HostCheck
+from kedge.server.middleware import BoundedConnection, HostCheck, open_files
 from kedge.server.openai import generation
 from kedge.server.service import BUNDLED_MODEL, Service
 from kedge.server.tenancy import KeyRing
@@ -166,7 +166,9 @@ class GracefulServer(uvicorn.Server):
         self._on_failure = on_failure
         self._service: Service = app.state.service
         patience = math.ceil(self._service.settings.grace) + MARGIN_SECONDS
-        options = {"http": BoundedConnection, "timeout_graceful_shutdown": patience, **options}
+        # of connections so many are accepted at once, and four times as many before the first of them can be cut
+        most = {"backlog": open_files() // 16, "timeout_graceful_shutdown": patience}
+        options = {"http": BoundedConnection, **most, **options}
         super().__init__(uvicorn.Config(app, **options))
 
     async def on_tick(self, counter: int) -> bool:

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kedge.structures.bounded import BoundedDict
-
 if TYPE_CHECKING:
     from kedge.server.tracing import OpenTelemetry
 
@@ -23,21 +21,6 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 """Attributes of every record; all others were passed as `extra`."""
 TEXT = "%(asctime)s %(levelname)s %(name)s %(request_id)s%(message)s"
-
-
-class Seldom(logging.Filter):
-    """Filter that passes a warning on once a minute: strangers can cause thousands of them."""
-
-    def __init__(self, seconds: float = 60.0) -> None:
-        super().__init__()
-        self._seconds, self._last = seconds, BoundedDict[str, float](64)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        key, last = str(record.msg)[:40], self._last.get(str(record.msg)[:40])
-        if record.levelno < logging.WARNING or (last is not None and abs(record.created - last) < self._seconds):
-            return record.levelno < logging.WARNING
-        self._last[key] = record.created
-        return True
 
 
 class TextLine(logging.Formatter):
@@ -73,8 +56,6 @@ def configure(log_format: Literal["text", "json"], level: str = "INFO") -> None:
     handler.setFormatter(TextLine(TEXT) if log_format == "text" else JSONLine())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    for name in ("asyncio", "uvicorn.error"):
-        logging.getLogger(name).filters = [Seldom()]
 
 
 logger = logging.getLogger("kedge.access")

@@ -66,10 +66,19 @@ class HostCheck:
         await (await answer_error(Request(scope), HTTPException(421, why)))(scope, receive, send)
 
 
-def most_connections(most: int = 4096, spare: int = 128) -> int:
-    """Return how many connections the process can have open, besides `spare` files of its own."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return most if files == resource.RLIM_INFINITY else max(spare // 4, min(most, files - spare))
+def open_files(most: int = 1 << 15) -> int:
+    """Return how many files the process may have open, at most `most`. Where a shell has set a lower limit than it
+    must, as 1,024, that is raised.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY != hard and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft := min(most, hard), hard))
+    return most if soft == resource.RLIM_INFINITY else min(most, soft)
+
+
+def most_connections() -> int:
+    """Return how many connections are kept. While the first that are too many are cut, others are accepted."""
+    return min(4096, open_files() // 2)
 
 
 class BoundedConnection(Protocol):
