@@ -96,7 +96,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     watching.cancel()
     await service.shut()
     if snapshots and not service.is_hung:
-        await asyncio.wait([in_own_thread(snapshots.close, "kedge-last-snapshot")], timeout=20)
+        _, late = await asyncio.wait([in_own_thread(snapshots.close, "kedge-last-snapshot")], timeout=20)
+        if late:
+            logger.error("the last snapshot takes too long and is given up: the one before it is kept")
 
 
 _router = APIRouter(tags=["Operation"], responses=ERRORS)
@@ -181,21 +183,15 @@ class GracefulServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[Any] | None = None) -> None:
         self._service.is_ending = True
-
-        async def fail_after_grace() -> None:
-            grace, error = self._service.settings.grace, self._service.engine_error
-            if error is None:
-                await asyncio.sleep(grace)
-                error = EngineClosed("server", "ending", f"the call ran for longer than {grace:g} s")
-            self._service.fail_all(error)
-
-        failing = asyncio.create_task(fail_after_grace())
-        last = time.monotonic() + self._service.settings.grace + MARGIN_SECONDS
-        while self._service.in_flight and time.monotonic() < last:
-            await asyncio.sleep(0.1)  # as often as Uvicorn looks; new calls are still answered, with 503
+        grace, error = self._service.settings.grace, self._service.engine_error
+        late = EngineClosed("server", "ending", f"the call ran for longer than {grace:g} s")
+        for seconds in (0 if error else grace, MARGIN_SECONDS):
+            last = time.monotonic() + seconds
+            while self._service.in_flight and time.monotonic() < last:
+                await asyncio.sleep(0.1)  # as often as Uvicorn looks; new calls are still answered, with 503
+            self._service.fail_all(error or late)
         if not await self._service.answers(MARGIN_SECONDS):
             self._service.is_hung = True
             logger.critical("the engine does not answer, so nothing of it is saved")
             self._on_failure()
         await super().shutdown(sockets)
-        failing.cancel()

@@ -142,11 +142,8 @@ async def _run_with_hints(app: ASGIApp, scope: Scope, receive: Receive, send: Se
             await send(message)
 
     headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
-    try:
+    with suppress(RequestError):  # of `read`, whatever the application makes of it
         await app({**scope, "headers": headers}, read, answer)
-    except RequestError:
-        if not failed:
-            raise
     if failed:
         await _failed(failed[0])(scope, receive, send)
 
