@@ -178,7 +178,7 @@ def client(served: Served) -> openai.OpenAI:
     return served.client()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def http(served: Served) -> Iterator[httpx.Client]:
     with served.http() as opened:
         yield opened

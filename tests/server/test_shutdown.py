@@ -156,5 +156,5 @@ def test_a_run_that_an_engine_takes_with_it_has_failed(stream: bool) -> None:
         boom(running)
     run = only_run(running)
     assert run.status == "failed"
-    assert run.events[-1][1]["error"]["code"] == "engine_closed"
-    assert "boom" in run.events[-1][1]["error"]["message"]
+    assert run.outcome["error"]["code"] == "engine_closed"
+    assert "boom" in run.outcome["error"]["message"]

@@ -27,12 +27,6 @@ def served() -> Iterator[Served]:
         yield running
 
 
-@pytest.fixture
-def http(served: Served) -> Iterator[httpx.Client]:
-    with served.http() as opened:
-        yield opened
-
-
 def register(http: httpx.Client, flow: dict[str, Any] = PAIR, **params: Any) -> None:
     answer = http.post("/v1/workflows", json=flow, params=params)
     assert answer.status_code in (200, 201), answer.text

@@ -187,8 +187,10 @@ class ServerRun:
     inputs: Mapping[str, str]
     id: str = field(default_factory=lambda: f"run-{uuid.uuid4().hex}")
     status: RunStatus = RunStatus.RUNNING
-    events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
-    """Names and data, as they are streamed"""
+    events: list[bytes] = field(default_factory=list)
+    """As they are streamed: as data, one for each token, they would take twice as much memory"""
+    outcome: Mapping[str, Any] = field(default_factory=dict)
+    """Its result or error, once it has ended"""
     in_flight: set[RequestId] = field(default_factory=set)
     is_cancelled: bool = False
     failure: CallFailure | None = None
@@ -214,8 +216,7 @@ class ServerRun:
         while True:
             news = self._news
             while at < len(self.events):
-                name, data = self.events[at]
-                yield event(data, name=name, number=at)
+                yield self.events[at]
                 at += 1
             if self.status is not RunStatus.RUNNING:
                 return
@@ -230,8 +231,7 @@ class ServerRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the run's state; of an ended one with its result or error."""
-        ended = self.events[-1][1] if self.status is not RunStatus.RUNNING else {}
-        return {**self.brief(), "object": "run", **ended}
+        return {**self.brief(), "object": "run", **self.outcome}
 
     # the run's thread ---------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class ServerRun:
 
     def _add_event(self, name: str, data: Mapping[str, Any]) -> None:
         """Append an event and wake the followers."""
-        self.events.append((name, data))
+        self.events.append(event(data, name=name, number=len(self.events)))
         self._news.set()
         self._news = asyncio.Event()
 
@@ -286,7 +286,7 @@ class ServerRun:
             self.service.history.failed(self.tenant.id, self.failure)
         if self._span:
             self._span.ended(status.value, error if status is RunStatus.FAILED else None)
-        self.status = status
+        self.status, self.outcome = status, data
         self.service.metrics.runs.labels(self.tenant.id).dec()
         self.service.metrics.ended_runs.labels(self.tenant.id, status).inc()
         self._add_event(status, data)
