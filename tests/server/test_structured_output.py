@@ -173,6 +173,21 @@ def test_a_schema_that_no_answer_fits_is_a_bad_request(http: httpx.Client, strea
     assert "Parser" not in answer.text and "<state>" not in answer.text
 
 
+def test_a_stream_that_cannot_go_on_names_the_field_that_was_sent(http: httpx.Client) -> None:
+    many = [{"type": "array", "minItems": 2, "items": {"enum": [at]}} for at in range(2200)]
+    items = [{"type": "boolean"}, {"anyOf": many}]  # too many for llguidance, once the first is written
+    wanted = form({"type": "array", "minItems": 2, "prefixItems": items})
+    for path, field, more in (
+        ("chat/completions", "response_format", {"messages": ASK, "response_format": wanted}),
+        ("messages", "output_config.format", {"messages": ASK, "output_config": {"format": wanted["json_schema"]}}),
+        ("responses", "text.format", {"input": "?", "text": {"format": {**wanted, **wanted["json_schema"]}}}),
+    ):
+        answer = http.post(f"/v1/{path}", json={**more, "stream": True}).text
+        error = next(line for line in answer.splitlines() if '"error":{' in line and "cannot go on" in line)
+        kind = "invalid_prompt" if path == "responses" else "invalid_request_error"
+        assert kind in error and f"{field}='…'" in error
+
+
 KEPT = {"type": "object", "properties": {"not": {"type": "integer", "maximum": 3}}, "required": ["not"]}
 
 

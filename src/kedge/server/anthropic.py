@@ -165,8 +165,8 @@ class MessagesWriter(AnswerWriter):
             yield _event("message_delta", delta=self._stop_fields(delta.completion), usage=counts, kedge=kedge)
             yield _event("message_stop")
 
-    def failed(self, error: Mapping[str, Any]) -> Iterator[bytes]:
-        yield _event("error", error={"type": "api_error", "message": error["message"]})
+    def failed(self, body: Mapping[str, Any]) -> Iterator[bytes]:
+        yield event(body, name="error")
 
     def _stop_text(self) -> bytes:
         was_in_text, self.is_in_text = self.is_in_text, False

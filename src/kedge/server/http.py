@@ -16,14 +16,7 @@ from typing import Any, Self, TypeVar
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    GetCoreSchemaHandler,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError, WrapValidator
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import DictSchema, ListSchema
 from starlette.exceptions import HTTPException
@@ -243,7 +236,7 @@ def sent_as(names: Mapping[str, str]) -> Iterator[None]:
 def accepted(what: str) -> WrapValidator:
     """Return a validator whose error says what the field accepts, once for all members of its union."""
 
-    def check(value: object, read: ValidatorFunctionWrapHandler) -> object:
+    def check(value: object, read: Callable[[object], object]) -> object:
         try:
             return read(value)
         except ValidationError:
@@ -360,8 +353,11 @@ class CallFailure:
         return "refused" if self.status < 500 or self.code == OVERLOADED else "failed"
 
     def body(self) -> dict[str, Any]:
-        """Return it as the body of an answer or the data of a stream's event."""
-        return {"error": {"message": self.reason, "type": self.type, "param": self.param, "code": self.code}}
+        """Return it as the body of an answer or the data of a stream's event, in the dialect of its call."""
+        error = {"message": self.reason, "type": self.type, "param": self.param, "code": self.code}
+        if not self.route.partition(" ")[2].startswith("/v1/messages"):
+            return {"error": error}
+        return {"type": "error", "error": {**error, "type": ANTHROPIC_TYPES.get(self.status, INVALID_REQUEST)}}
 
     @property
     def type(self) -> str:
@@ -384,11 +380,7 @@ async def answer_error(request: Request, error: Exception) -> JSONAnswer:
     tenant, service = getattr(request.state, "tenant", None), request.app.state.service
     is_listed = path.startswith("/v1/") and not path.startswith("/v1/dashboard/")
     service.failed(tenant.id if tenant else None, failure, is_listed=is_listed)
-    body = failure.body()
-    if path.startswith("/v1/messages"):
-        kind = ANTHROPIC_TYPES.get(failure.status, INVALID_REQUEST)
-        body = {"type": "error", "error": {**body["error"], "type": kind}}
-    return JSONAnswer(body, failure.status, headers=headers)
+    return JSONAnswer(failure.body(), failure.status, headers=headers)
 
 
 # receipts ------------------------------------------------------------------------------------------------------------

@@ -231,11 +231,12 @@ class ResponsesWriter(AnswerWriter):
             response = {**self._response(status, delta.completion), "kedge": kedge}
             yield self._event(f"response.{status}", response=response)
 
-    def failed(self, error: Mapping[str, Any]) -> Iterator[bytes]:
+    def failed(self, body: Mapping[str, Any]) -> Iterator[bytes]:
         if not self._events:
             yield self.begin()
-        yield self._event("error", code=error["code"], message=error["message"], param=error["param"])
-        why = {"code": error["code"], "message": error["message"]}
+        error = body["error"]
+        why = {"code": error["code"] or "invalid_prompt", "message": error["message"]}  # Codex tries others again
+        yield self._event("error", **why, param=error["param"])
         yield self._event("response.failed", response={**self._response("failed"), "error": why})
 
     # items ----------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ async def answer(given: CallBody, writer: AnswerWriter, caller: CallScope) -> Re
         await call.begin()
         writer.body, writer.requests, writer.completions = call.body, call.requests, call.completions
         if call.body.stream:
-            return EventStream(_events(call, writer), call.end)
+            return EventStream(_events(call, writer, given.sent), call.end)
         if not await call.is_awaited():
             return Response(status_code=CLIENT_GONE)
 
@@ -90,7 +90,7 @@ async def answer(given: CallBody, writer: AnswerWriter, caller: CallScope) -> Re
     return JSONAnswer(await caller.service.threads.work(whole) if is_long else whole())
 
 
-async def _events(call: Generation, writer: AnswerWriter) -> AsyncIterator[bytes]:
+async def _events(call: Generation, writer: AnswerWriter, sent: Mapping[str, str]) -> AsyncIterator[bytes]:
     readers, left = [call.reader() for _ in call.requests], len(call.requests)
 
     def written(batch: Sequence[tuple[int, TokenDelta]], kedge: Mapping[str, Any] | None) -> bytes:
@@ -103,12 +103,13 @@ async def _events(call: Generation, writer: AnswerWriter) -> AsyncIterator[bytes
     if begun := writer.begin():
         yield begun
     try:
-        async for batch in call.batches():
-            left -= sum(delta.completion is not None for _, delta in batch)
-            write = partial(written, batch, None if left else call.kedge())
-            is_long = any(delta.prompt_logprobs for _, delta in batch)  # those of a prompt are not for the event loop
-            if events := await call.caller.service.threads.work(write) if is_long else write():
-                yield events
+        with sent_as(sent):
+            async for batch in call.batches():
+                left -= sum(delta.completion is not None for _, delta in batch)
+                write = partial(written, batch, None if left else call.kedge())
+                is_long = any(delta.prompt_logprobs for _, delta in batch)  # a prompt's are not for the event loop
+                if events := await call.caller.service.threads.work(write) if is_long else write():
+                    yield events
     except KedgeError as error:
         yield failure(writer, error, call.caller)
     if writer.last:
@@ -119,7 +120,7 @@ def failure(writer: AnswerWriter, error: KedgeError, caller: CallScope) -> bytes
     """Return the end of a stream of which a call has failed, and count the call."""
     failed = CallFailure.of(error).at(caller.request)
     caller.service.failed(caller.tenant.id, failed)
-    return b"".join(writer.failed(failed.body()["error"]))
+    return b"".join(writer.failed(failed.body()))
 
 
 class Generation:
@@ -267,6 +268,7 @@ class Generation:
             if deltas:
                 yield deltas
             if error is not None:
+                self._name_field(error)
                 raise error
 
     async def is_awaited(self) -> bool:
@@ -288,9 +290,6 @@ class Generation:
             if reading.done():
                 reading.result()
             return reading.done()
-        except InvalidGrammar as error:
-            self._name_field(error)
-            raise
         finally:
             self.end()
             reading.cancel()

@@ -57,8 +57,8 @@ class AnswerWriter(ABC):
         """Yield the events of a step of choice number `at`. With the last one of all comes the field `kedge`."""
 
     @abstractmethod
-    def failed(self, error: Mapping[str, Any]) -> Iterable[bytes]:
-        """Yield the events of an error that ends a stream; `error` is as in OpenAI's answers."""
+    def failed(self, body: Mapping[str, Any]) -> Iterable[bytes]:
+        """Yield the events of an error that ends a stream; `body` is that of an answer with it."""
 
 
 class CompletionsWriter(AnswerWriter):
@@ -95,8 +95,8 @@ class CompletionsWriter(AnswerWriter):
             end = event({**self._chunk, "choices": [] if more else [chunks.pop()], **more, "kedge": kedge})
         return [*(self._before + dumps(one) + b"]}\n\n" for one in chunks), end]
 
-    def failed(self, error: Mapping[str, Any]) -> Iterable[bytes]:
-        yield event({"error": error})
+    def failed(self, body: Mapping[str, Any]) -> Iterable[bytes]:
+        yield event(body)
 
     def _usage(self) -> dict[str, Any]:
         return usage([one for one in self.completions if one], self.body.choices_per_prompt)
