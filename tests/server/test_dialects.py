@@ -92,8 +92,9 @@ def test_texts_of_other_kinds_are_read(told: Talking, http: httpx.Client) -> Non
     answer = said(http, MESSAGES, messages=[user(*documents, found, {"type": "thinking", "thinking": "Hm."})])
     assert "A whole book.see\nseeFound." in told.prompt() and "Hm." not in told.prompt()
     assert "ignored" not in answer["kedge"]
-    said(http, CHAT, messages=[ASK, {"role": "assistant", "content": [{"type": "refusal", "refusal": "I won't."}]}])
-    assert "I won't." in told.prompt()
+    refused = {"content": [{"type": "refusal", "refusal": "I won't."}]}, {"content": None, "refusal": "Never."}
+    said(http, CHAT, messages=[ASK, *({"role": "assistant", **one} for one in refused)])
+    assert "I won't." in told.prompt() and "Never." in told.prompt()
 
 
 # tools that a server does not run ------------------------------------------------------------------------------------

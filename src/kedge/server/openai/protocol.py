@@ -111,6 +111,8 @@ class ChatMessage(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
+    refusal: str | None = None
+    """What the model has said in the place of its content"""
     name: str | None = None
     reasoning_content: str | None = None
     """The thought before the content, where a client has taken it out"""
@@ -136,8 +138,9 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.shown for part in self.parts)
+        """The content as one text, or the refusal."""
+        text = self.content if isinstance(self.content, str) else "".join(part.shown for part in self.parts)
+        return text or self.refusal or ""
 
 
 UNSUPPORTED: Mapping[str, Sequence[object]] = {
