@@ -16,7 +16,7 @@ from kedge.types import GenerateRequest, Segment
 from kedge.workflow.export import export
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import build_step_graph
-from tests.cli.commands import WIDTH, assert_refused, kedge
+from tests.cli.commands import WIDTH, assert_refused, kedge, shown
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -27,18 +27,17 @@ SMALL: dict[str, Any] = {
 def rows(folder: Path, config: PretrainedConfig) -> dict[str, str]:
     """The facts that are shown about a model with this config."""
     config.save_pretrained(folder)
-    result = kedge("inspect", str(folder))
-    assert result.exit_code == 0, result.output
-    cells = [line.strip("│").split("│") for line in result.output.splitlines() if line.startswith("│")]
+    text = shown("inspect", str(folder))
+    cells = [line.strip("│").split("│") for line in text.splitlines() if line.startswith("│")]
     return {label.strip(): value.strip() for label, value in cells}
 
 
 def test_a_model_that_can_be_translated(tmp_path: Path) -> None:
-    shown = rows(tmp_path, LlamaConfig(**SMALL))
-    assert shown["family"] == "llama"
-    assert shown["KV per token"] == "768 bytes in float32, 384 bytes in bfloat16"
-    assert shown["runs, exact reuse"] == "yes"
-    assert shown["translation"].startswith("yes")
+    facts = rows(tmp_path, LlamaConfig(**SMALL))
+    assert facts["family"] == "llama"
+    assert facts["KV per token"] == "768 bytes in float32, 384 bytes in bfloat16"
+    assert facts["runs, exact reuse"] == "yes"
+    assert facts["translation"].startswith("yes")
 
 
 def test_the_longest_prompt_is_what_an_engine_takes() -> None:
@@ -51,9 +50,9 @@ def test_a_latent_is_shown_with_its_size(tmp_path: Path) -> None:
     """16 heads with keys of 16 + 8 dimensions and values of 16."""
     latent = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
     config = DeepseekV3Config(**{**SMALL, **latent, "num_attention_heads": 16, "num_key_value_heads": 16})
-    shown = rows(tmp_path, config)
-    assert shown["KV per token"] == "480 bytes in float32, 240 bytes in bfloat16: a latent for all heads"
-    assert (shown["runs, exact reuse"], shown["translation"]) == ("yes", "yes")
+    facts = rows(tmp_path, config)
+    assert facts["KV per token"] == "480 bytes in float32, 240 bytes in bfloat16: a latent for all heads"
+    assert (facts["runs, exact reuse"], facts["translation"]) == ("yes", "yes")
 
 
 @pytest.mark.parametrize(
@@ -66,18 +65,18 @@ def test_a_latent_is_shown_with_its_size(tmp_path: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_be_run(tmp_path: Path, config: PretrainedConfig, why: str) -> None:
-    shown = rows(tmp_path, config)
-    assert re.match(f"no: {why}", shown["runs"])
-    assert "translation" not in shown
+    facts = rows(tmp_path, config)
+    assert re.match(f"no: {why}", facts["runs"])
+    assert "translation" not in facts
 
 
 def test_a_model_of_which_no_small_copy_can_be_built_is_judged_by_its_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica, "PARAMETERS", 1000)
-    shown = rows(tmp_path, LlamaConfig(**SMALL))
-    assert shown["runs, exact reuse"].startswith("yes, according to its config")
-    assert shown["translation"].startswith("yes, according to its config")
+    facts = rows(tmp_path, LlamaConfig(**SMALL))
+    assert facts["runs, exact reuse"].startswith("yes, according to its config")
+    assert facts["translation"].startswith("yes, according to its config")
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model_type": "nothing"}'])
@@ -92,9 +91,8 @@ TEAM = str(Path(__file__).parents[2] / "examples" / "math_team.yaml")
 
 def shares(*args: str) -> dict[str, int]:
     """The percentages that are shown, by the first words of their rows."""
-    result = kedge("inspect", TEAM, *args)
-    assert result.exit_code == 0, result.output
-    return {way: int(share) for way, share in re.findall(r"^(\S.*?) +(\d+)% ", result.output, re.MULTILINE)}
+    text = shown("inspect", TEAM, *args)
+    return {way: int(share) for way, share in re.findall(r"^(\S.*?) +(\d+)% ", text, re.MULTILINE)}
 
 
 def test_a_workflow_says_what_its_prompts_would_save() -> None:
@@ -126,11 +124,9 @@ def test_a_length_that_cannot_be(value: str, why: str) -> None:
 
 
 def test_everything_fits_80_columns_without_a_broken_word() -> None:
-    result = kedge("inspect", TEAM, width=WIDTH)
-    assert result.exit_code == 0, result.output
-    assert max(map(len, result.output.splitlines())) <= WIDTH
-    wide = kedge("inspect", TEAM)
-    assert {*result.output.split()} - {*wide.output.split()} <= {"─" * n for n in range(200)}
+    narrow, wide = shown("inspect", TEAM, width=WIDTH), shown("inspect", TEAM)
+    assert max(map(len, narrow.splitlines())) <= WIDTH
+    assert {*narrow.split()} - {*wide.split()} <= {"─" * n for n in range(200)}
 
 
 def test_a_broken_workflow_is_one_line(tmp_path: Path) -> None:

@@ -4,52 +4,46 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
 from kedge import __version__
-from kedge.cli import preflight
-from kedge.cli.main import EXIT_BAD_INPUT, app
+from kedge.cli import inspect, preflight
+from kedge.cli.main import EXIT_BAD_INPUT
 from kedge.errors import ConfigError, ModelNotFound
+from tests.cli.commands import kedge
 
-cli = CliRunner()
 
+def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Any:
+    """The result of a command that raises."""
 
-def failing(error: Exception) -> typer.Typer:
-    """An app of the same kind whose command raises."""
-    broken = typer.Typer(cls=app.info.cls)
-
-    @broken.callback()
-    def _group() -> None: ...
-
-    @broken.command()
-    def fail() -> None:
+    def fail(*_: object) -> None:
         raise error
 
-    return broken
+    monkeypatch.setattr(inspect, "show_traffic", fail)
+    return kedge("inspect", "--from-traffic", "http://x")
 
 
 def test_version() -> None:
-    result = cli.invoke(app, ["--version"])
+    result = kedge("--version")
     assert (result.exit_code, result.output) == (0, f"kedge {__version__}\n")
     command = [sys.executable, "-m", "kedge", "--version"]
     assert subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout == result.output
 
 
-def test_an_error_is_one_line_without_a_traceback() -> None:
+def test_an_error_is_one_line_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     error = ConfigError("block_size", "x", "is\nno [number]")
     error.add_note("in kedge.toml")
-    result = cli.invoke(failing(error), ["fail"])
+    result = failing(monkeypatch, error)
     assert result.exit_code == EXIT_BAD_INPUT
     assert result.stderr == "error: block_size='x': is no [number] (in kedge.toml)\n"
     assert result.stdout == ""
 
 
-def test_a_bug_is_not_hidden() -> None:
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     bug = ZeroDivisionError("a bug")
-    assert cli.invoke(failing(bug), ["fail"]).exception is bug
+    assert failing(monkeypatch, bug).exception is bug
 
 
 MAIN = """

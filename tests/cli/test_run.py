@@ -16,7 +16,7 @@ from kedge.runner.run import run
 from kedge.settings import Settings
 from kedge.types import AgentId, ReuseMode
 from kedge.workflow.spec import load_workflow
-from tests.cli.commands import assert_refused, kedge
+from tests.cli.commands import assert_refused, kedge, shown
 from tests.server.conftest import FLOW
 
 ANSWERS = {AgentId("first"): "one [red]and[/red]", AgentId("last"): "the end"}
@@ -46,13 +46,12 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Opened]:
 
 
 def test_answers_and_receipts_are_shown(opened: Opened) -> None:
-    result = kedge("run", "flow.yaml", *QUESTION)
-    assert result.exit_code == 0, result.output
-    told = [line for line in result.output.splitlines() if line.startswith(("›", "✓", "one", "the end"))]
+    text = shown("run", "flow.yaml", *QUESTION)
+    told = [line for line in text.splitlines() if line.startswith(("›", "✓", "one", "the end"))]
     steps = ["› first", "✓ first", "one [red]and[/red]", "› last", "✓ last", "the end"]
     assert [line.split("  ")[0] for line in told] == steps
-    assert "where the prompt tokens came from" in result.output
-    assert "· not in the cache: p0 of first" in result.output
+    assert "where the prompt tokens came from" in text
+    assert "· not in the cache: p0 of first" in text
     assert opened.settings[0] == Settings()
 
 
@@ -68,7 +67,7 @@ def test_json_holds_answers_and_receipts_that_sum(opened: Opened) -> None:
 
 
 @pytest.mark.parametrize(
-    ("note", "shown", "mean"),
+    ("note", "rung", "mean"),
     [
         (FidelityNote(0.002, "anchors 0.1", 0.00125, 0.0019, 7), "anchors 0.1", "0.0013"),
         (FidelityNote(0.002, "", None, None, 3), "computed; 3 compared", ""),
@@ -76,7 +75,7 @@ def test_json_holds_answers_and_receipts_that_sum(opened: Opened) -> None:
     ],
 )
 def test_receipts_say_how_an_agent_is_translated_and_how_far_off_it_is(
-    opened: Opened, note: FidelityNote | None, shown: str, mean: str
+    opened: Opened, note: FidelityNote | None, rung: str, mean: str
 ) -> None:
     opened.engine.close()
     with EchoEngine(ANSWERS) as engine:
@@ -88,7 +87,7 @@ def test_receipts_say_how_an_agent_is_translated_and_how_far_off_it_is(
     told = replace(result, results=tuple(answers))
     table: Any = command.receipts(told).renderables[-1]
     way, kl = table.columns[-2:]
-    assert list(zip(way.cells, kl.cells, strict=True)) == [(shown, mean)] * len(ANSWERS)
+    assert list(zip(way.cells, kl.cells, strict=True)) == [(rung, mean)] * len(ANSWERS)
     assert command.run_json(told)["agents"][0]["fidelity"] == (note and asdict(note))
 
 
@@ -132,14 +131,12 @@ def test_many_questions_run_on_one_engine(opened: Opened, monkeypatch: pytest.Mo
     monkeypatch.setattr(opened.engine, "wait_idle", lambda: waited.append(None))
     asked = [f"line\u2028number {at}?" for at in range(3)]
     file = many(*(json.dumps({"user_question": one}, ensure_ascii=False) for one in asked), "")
-    result = kedge("run", "flow.yaml", "--inputs", file, "--json", "out.json")
-    assert result.exit_code == 0, result.output
+    text = shown("run", "flow.yaml", "--inputs", file, "--json", "out.json")
     assert len(opened.settings) == 1
-    shown = [line for line in result.output.splitlines() if "the end" in line]
-    assert [line[:7] for line in shown] == ["1 of 3,", "2 of 3,", "3 of 3,"]
+    assert [line[:7] for line in text.splitlines() if "the end" in line] == ["1 of 3,", "2 of 3,", "3 of 3,"]
     tokens = sum(request.prompt_tokens for request in opened.engine.requests)
-    assert f"all questions: 0% of {tokens:,} prompt tokens translated" in result.output
-    last = result.output.split("in the last question")[1]
+    assert f"all questions: 0% of {tokens:,} prompt tokens translated" in text
+    last = text.split("in the last question")[1]
     assert [line.split()[0] for line in last.splitlines() if line.split()[:1] in (["first"], ["last"])] == [*ANSWERS]
     assert len(waited) == 3
     data = json.loads(Path("out.json").read_text(encoding="utf-8"))

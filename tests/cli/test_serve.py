@@ -1,5 +1,7 @@
 """`kedge serve`: what it makes of its options, without opening a port."""
 
+import json
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -9,11 +11,12 @@ from typing import Any
 import pytest
 
 from kedge.cli import serve as command
+from kedge.engine.common.folder_lock import lock_folder
 from kedge.engine.common.state.files import MANIFEST, saved_dtype
 from kedge.engine.echo import EchoEngine
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import LimitSettings, Settings
-from tests.cli.commands import assert_refused, kedge
+from tests.cli.commands import assert_refused, kedge, shown
 
 
 @pytest.fixture
@@ -28,9 +31,8 @@ def listened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[t
 
 def test_options_reach_the_server(listened: list[tuple[Any, ...]]) -> None:
     asked = "--port 9 --reuse off --max-tokens 7 --tokens-per-minute 5 --requests-in-flight 2 --tools"
-    result = kedge("serve", "some/model", *asked.split(), "--allowed-host", "kedge", "--allowed-host", "::1")
-    assert result.exit_code == 0, result.output
-    _, config, keys, _ = listened[0]
+    shown("serve", "some/model", *asked.split(), "--allowed-host", "kedge", "--allowed-host", "::1")
+    _, config, keys = listened[0]
     assert (config.model_name, config.reuse, config.default_max_tokens, config.tools) == ("model", "off", 7, True)
     assert config.limits == LimitSettings(requests_in_flight=2, tokens_per_minute=5)
     assert (keys.is_open, config.port) == (True, 9)
@@ -38,9 +40,8 @@ def test_options_reach_the_server(listened: list[tuple[Any, ...]]) -> None:
 
 
 def test_an_open_address_is_warned_of(listened: list[tuple[Any, ...]]) -> None:
-    result = kedge("serve", "--host", "0.0.0.0")
-    assert "no API keys" in result.stderr
-    assert "--allowed-host" in result.stderr
+    told = kedge("serve", "--host", "0.0.0.0", "--log-format", "json").stderr.splitlines()
+    assert [json.loads(line)["message"][:12] for line in told] == ["no API keys:", "no host name"]
     assert listened[0][1].tool_call_parser is None
     assert (listened[0][1].model_name, listened[0][1].tools) == (None, False)
     flags = ("--tool-call-parser", "hermes", "--allowed-host", "kedge")
@@ -89,5 +90,18 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(monkeypatch: pytest.Mon
     monkeypatch.setattr(command, "open_engine", lambda *_: pytest.fail("the model was loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        wrong = f"server.port={port}: cannot listen on 127.0.0.1: Address already in use\n"
-        assert_refused(wrong, "serve", "--port", str(port))
+        wrong = f"server.port={port}: cannot listen on %s: Address already in use\n"
+        assert_refused(wrong % "127.0.0.1", "serve", "--port", str(port))
+        found = [(socket.AF_INET, 0, 0, "", (host, port)) for host in ("127.0.0.2", "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        assert_refused(wrong % "localhost", "serve", "--host", "localhost", "--port", str(port))
+
+
+def test_a_used_folder_is_told_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "open_engine", lambda *_: pytest.fail("the model was loaded"))
+    for folder in (tmp_path / "replica-0" / "rank-0", tmp_path):
+        used = lock_folder(folder, "state")
+        assert_refused(f"server.state='{folder}': another", "serve", "--port", "0", "--state", str(tmp_path))
+        os.close(used)
+    file = str(tmp_path / "lock")
+    assert_refused(f"server.state='{file}': cannot be used", "serve", "--port", "0", "--state", file)

@@ -15,7 +15,7 @@ from kedge.cli.main import app
 from kedge.cli.output import table_of
 from kedge.runner.run import AgentResult, RunResult
 from kedge.types import AgentId, RunId
-from tests.cli.commands import WIDTH, kedge
+from tests.cli.commands import WIDTH, shown
 from tests.completions import completion
 
 ROOT = Path(__file__).parents[2]
@@ -46,14 +46,11 @@ def words(command: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", COMMANDS, ids=lambda name: name or "kedge")
 def test_help_is_shown_in_one_piece(name: str) -> None:
-    done = kedge(*name.split(), "--help", width=WIDTH, TERMINAL_WIDTH="")
-    assert done.exit_code == 0, done.output
-    lines = done.output.splitlines()
-    assert max(map(len, lines)) <= WIDTH
-    assert "…" not in done.output
-    shown = {word for line in lines for word in line.strip(BORDER).split()}
-    missing = [word for word in words(COMMANDS[name]) if word not in shown]
-    assert not missing
+    text = shown(*name.split(), "--help", width=WIDTH, TERMINAL_WIDTH="")
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= WIDTH and "…" not in text
+    found = {word for line in lines for word in line.strip(BORDER).split()}
+    assert not [word for word in words(COMMANDS[name]) if word not in found]
 
 
 # tables ---------------------------------------------------------------------------------------------------------------
@@ -96,7 +93,7 @@ def tables() -> Iterator[tuple[str, Any]]:
 TABLES = list(tables())
 
 
-def shown(item: object) -> str:
+def drawn(item: object) -> str:
     console = Console(width=WIDTH, file=io.StringIO())
     console.print(item)
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -104,7 +101,7 @@ def shown(item: object) -> str:
 
 @pytest.mark.parametrize("group", [table for _, table in TABLES], ids=[name for name, _ in TABLES])
 def test_a_table_is_shown_in_one_piece(group: Group) -> None:
-    text = shown(group)
+    text = drawn(group)
     table: Any = group.renderables[-1]
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "…" not in text
@@ -114,6 +111,6 @@ def test_a_table_is_shown_in_one_piece(group: Group) -> None:
 
 
 def test_only_a_name_without_room_is_folded() -> None:
-    text = shown(table_of("long", ("agent", "ms"), [["x" * 100, "1234.5"]]))
+    text = drawn(table_of("long", ("agent", "ms"), [["x" * 100, "1234.5"]]))
     assert " 1234.5 " in text.replace("\n", " ")
     assert (text.count("x"), "…" in text) == (100, False)

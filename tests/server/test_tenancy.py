@@ -32,19 +32,15 @@ def test_who_is_not_known_is_turned_away(two: Served, header: str | None) -> Non
     with pytest.raises(Unauthenticated):
         ring.of_headers({} if header is None else {"authorization": header})
     with two.http() as http:
-        answer = http.get("/v1/models", headers={"Authorization": (header or "").strip()})
-    assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
-    assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/v1/models", "/v1/workflows", "/v1/runs", "/metrics"):
+            answer = http.get(path, headers={"Authorization": (header or "").strip()})
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
 def test_a_key_in_anthropics_header_is_a_key(two: Served) -> None:
     two.claude(B).messages.create(model=MODEL, max_tokens=9, messages=[{"role": "user", "content": "x"}])
     assert two.engine.requests[-1].tenant == "b"
-
-
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/workflows", "/v1/runs", "/metrics"])
-def test_nothing_is_open(two: Served, path: str) -> None:
-    assert two.http("wrong").get(path).status_code == 401
 
 
 def test_a_tenant_is_who_was_authenticated(two: Served) -> None:

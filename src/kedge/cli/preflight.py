@@ -1,13 +1,15 @@
 """Checks of paths, ports and packages that need no heavy import, so that a mistake is reported at once."""
 
+import errno
 import importlib.util
+import os
 import socket
 import sys
 from collections.abc import Sequence
-from os import strerror
 from pathlib import Path
 
 from kedge.engine.common.converted import known_copies
+from kedge.engine.common.folder_lock import lock_folder
 from kedge.errors import ConfigError
 from kedge.models import find_model, require_gguf
 
@@ -72,8 +74,21 @@ def require_free_port(host: str, port: int) -> None:
     except (OSError, UnicodeError) as error:  # of which the second is for a part of a name that is empty or too long
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError("server.host", host, f"is not an address of this machine: {why}") from error
-    family, *_, address = addresses[0]
+    for family, *_, address in addresses:
+        try:
+            socket.create_server(address, family=family).close()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE or address is addresses[0][-1]:  # a name may have one of IPv6 in vain
+                why = f"cannot listen on {host}: {os.strerror(error.errno or 0)}"
+                raise ConfigError("server.port", port, why) from error
+
+
+def require_state(folder: Path | None) -> None:
+    """Raise `ConfigError` for a folder of saved state that cannot be used, or that another process uses, it or the
+    folder of a rank in it. None is for no state.
+    """
     try:
-        socket.create_server(address, family=family).close()
+        for held in {folder, *(lock.parent for lock in folder.rglob("lock"))} if folder else ():
+            os.close(lock_folder(held, "server.state"))
     except OSError as error:
-        raise ConfigError("server.port", port, f"cannot listen on {host}: {strerror(error.errno or 0)}") from error
+        raise ConfigError("server.state", str(folder), f"cannot be used: {error}") from error

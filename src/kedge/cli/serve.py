@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -11,13 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from kedge.checks import parse_host
 from kedge.cli import options, run
 from kedge.cli.options import Config, Device
 from kedge.cli.output import terminal
-from kedge.cli.preflight import require_free_port, require_model, require_packages
+from kedge.cli.preflight import require_free_port, require_model, require_packages, require_state
 from kedge.engine.process.engine import ENDING
 from kedge.errors import ConfigError
 from kedge.types import ReuseMode
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kedge.settings import ServerSettings, Settings
 
 
+logger = logging.getLogger(__name__)
 EXIT_ENGINE_ENDED = os.EX_SOFTWARE
 """Exit code if the engine ended by itself (`EX_SOFTWARE`), so that a supervisor restarts the server."""
 HANG_SECONDS = 1.5 * ENDING
@@ -117,6 +118,7 @@ def serve(
 
 
 def _serve(settings: Settings) -> None:
+    from kedge.server import logs
     from kedge.server.tenancy import load_keys
 
     server, model = settings.server, settings.engine.model
@@ -126,31 +128,30 @@ def _serve(settings: Settings) -> None:
     if server.tracing:
         require_packages("--tracing", ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"), "otel")
     require_free_port(server.host, server.port)
-    console = terminal(stderr=True)
+    logs.configure(server.log_format)
+    require_state(server.state)
     is_open = server.host != "localhost" and not getattr(parse_host(server.host), "is_loopback", False)
     if is_open and keys.is_open:
-        console.print("no API keys: anyone who can reach this address may call (--api-keys FILE)", style="yellow")
+        logger.warning("no API keys: anyone who can reach this address may call (--api-keys FILE)")
     if is_open and not server.allowed_hosts:
-        console.print("no host names are allowed: callers must use an address (--allowed-host NAME)", style="yellow")
-    with console.status("loading the model"):
+        logger.warning("no host names are allowed: callers must use an address (--allowed-host NAME)")
+    with terminal(stderr=True).status("loading the model"):
         engine = open_engine(settings, keys)
     ended_by: list[int] = []
     with engine:
         at_once = signal.signal(signal.SIGTERM, lambda number, _: ended_by.append(number))
-        _listen(engine, server, keys, console)  # ends at a signal, and then repeats it
+        _listen(engine, server, keys)  # ends at a signal, and then repeats it
         signal.signal(signal.SIGTERM, at_once)
     for number in ended_by:
         end_by_signal(number)
 
 
-def _listen(engine: Engine, server: ServerSettings, keys: KeyRing, console: Console) -> None:
-    from kedge.server import logs
+def _listen(engine: Engine, server: ServerSettings, keys: KeyRing) -> None:
     from kedge.server.app import GracefulServer, create_app
 
-    logs.configure(server.log_format)
     app = create_app(engine, server, keys)
     dtype = f" in {found}" if (found := engine.inspect().get("dtype")) else ""
-    console.print(f"{app.state.service.model_name}{dtype}: OpenAI's API at /v1, described at /openapi.json")
+    logger.info("%s%s: OpenAI's API at /v1, described at /openapi.json", app.state.service.model_name, dtype)
     # The log is configured, and the application writes a line of its own for every call.
     options = {"host": server.host, "port": server.port, "log_config": None, "access_log": False}
     GracefulServer(app, on_failure=_exit_soon, **options).run()

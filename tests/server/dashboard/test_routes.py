@@ -18,7 +18,7 @@ from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.server.tenancy import hashed, load_keys
 from kedge.settings import EngineSettings, LimitSettings, ServerSettings
 from kedge.types import AgentId, GenerateRequest, ReuseMode, SampleId, Segment, TenantId, WorkflowId
-from tests.cli.commands import kedge
+from tests.cli.commands import kedge, shown
 from tests.engine.local.conftest import engine_of, tiny_model
 from tests.server.conftest import FLOW, PAIR, TEMPLATE, YAML, Served, serving, wait_until
 
@@ -284,10 +284,9 @@ def test_an_engine_that_looks_at_nothing_has_an_empty_report_and_no_guard() -> N
 
 
 def test_inspect_reads_a_running_server(seen: Served) -> None:
-    done = kedge("inspect", "--from-traffic", seen.url, width=80)
-    assert done.exit_code == 0, done.output
-    assert "plain traffic (observe): requests 5, agents" in done.stdout and "nothing was found" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    text = shown("inspect", "--from-traffic", seen.url, width=80)
+    assert "plain traffic (observe): requests 5, agents" in text and "nothing was found" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_inspect_says_how_a_key_is_given() -> None:
