@@ -87,12 +87,12 @@ def test_whatever_a_template_does_with_a_content_happens(family: str, template: 
     assert tokens_of(segments) == transformers_own(tokenizer, turns)
 
 
-def test_a_thought_that_a_client_has_taken_out_is_the_templates() -> None:
-    shown = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+def test_who_speaks_and_a_thought_that_a_client_has_taken_out_are_the_templates() -> None:
+    shown = "{{ m.name }}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
     tokenizer = tokenizer_of("byte level", CHATML.replace("{{ m.content }}", shown))
-    turns = [*FIRST, {**TURNS[2], "reasoning_content": "Hm, well."}, TURNS[-1]]
+    turns = [*FIRST, {**TURNS[2], "reasoning_content": "Hm, well.", "name": "critic"}, TURNS[-1]]
     assert tokens_of(segments_of(tokenizer, turns)) == transformers_own(tokenizer, turns)
-    assert "Hm, well." in tokenizer.inner.apply_chat_template(turns, tokenize=False)
+    assert "critic<think>Hm, well." in tokenizer.inner.apply_chat_template(turns, tokenize=False)
 
 
 def test_the_messages_beside_a_thought_that_is_cut_out_keep_their_places() -> None:

@@ -105,7 +105,7 @@ def _for_template(message: ChatMessage) -> TemplateData:
     data: TemplateData = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
     if message.tool_calls:
         data["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
-    shown = {"name", "tool_call_id"} if message.role == "tool" else {"reasoning_content"}
+    shown = {"name", "tool_call_id" if message.role == "tool" else "reasoning_content"}
     return data | message.model_dump(include=shown, exclude_none=True)
 
 
