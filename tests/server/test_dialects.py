@@ -299,21 +299,21 @@ def test_a_stream_has_all_events_in_order_and_ends_as_the_whole_answer(told: Tal
     assert text == answer.output_text and answer.usage.output_tokens > 0
 
 
-def test_a_stream_that_fails_says_so_in_its_last_event(client: openai.OpenAI) -> None:
-    with client.responses.stream(model=MODEL, input="x" * 9000) as stream:
-        events = list(stream)
-    assert [one.type for one in events[-2:]] == ["error", "response.failed"]
-    error = events[-1].response.error
-    assert (error.code, events[-1].response.status) == ("context_length_exceeded", "failed")
-    assert error.message.endswith("9017 tokens > 8192 maximum, this model's maximum context length is 8192 tokens")
+def test_a_stream_that_fails_says_so_in_its_last_events_and_its_reader_raises(http: httpx.Client) -> None:
+    answer = http.post(RESPONSES, json={"input": "x" * 9000, "stream": True})
+    *_, event, last = (read_json(line[6:]) for line in answer.text.splitlines() if line.startswith("data: "))
+    error = last["response"]["error"]
+    assert (event["type"], last["type"], last["response"]["status"]) == ("error", "response.failed", "failed")
+    assert event["code"] == event["error"]["code"] == error["code"] == "context_length_exceeded"
+    assert error["message"].endswith("9017 tokens > 8192 maximum, this model's maximum context length is 8192 tokens")
     engine = EchoEngine(delay_s=0.001)
     with engine, serving(engine) as running:
         stream = running.client().responses.create(model=MODEL, input="x" * 4000, stream=True)
         kinds = [next(stream).type for _ in range(5)]
         engine.fail(RuntimeError("boom"))
-        *_, failed, last = stream
-    assert kinds[0] == "response.created" and (failed.type, last.type) == ("error", "response.failed")
-    assert last.response.error.code == "engine_closed"
+        with pytest.raises(openai.APIError) as failed:
+            list(stream)
+    assert (kinds[0], failed.value.code) == ("response.created", "engine_closed")
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

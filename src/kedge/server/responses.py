@@ -234,9 +234,9 @@ class ResponsesWriter(AnswerWriter):
     def failed(self, body: Mapping[str, Any]) -> Iterator[bytes]:
         if not self._events:
             yield self.begin()
-        error = body["error"]
-        why = {"code": error["code"] or "invalid_prompt", "message": error["message"]}  # Codex tries others again
-        yield self._event("error", **why, param=error["param"])
+        error = {**body["error"], "code": body["error"]["code"] or "invalid_prompt"}  # Codex tries others again
+        yield self._event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
+        why = {"code": error["code"], "message": error["message"]}
         yield self._event("response.failed", response={**self._response("failed"), "error": why})
 
     # items ----------------------------------------------------------------------------------------------------

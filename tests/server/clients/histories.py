@@ -323,13 +323,10 @@ class ResponsesSdk(Codex):
         try:
             if stream:
                 with self.sdk.responses.stream(**given) as events:
-                    kinds = [one.type for one in events]
-                    if kinds[-1] == "response.failed":
-                        raise Overflow
                     answer = events.get_final_response()
             else:
                 answer = self.sdk.responses.create(**given)
-        except openai.BadRequestError as error:
+        except openai.APIError as error:
             assert error.code == "context_length_exceeded"
             raise Overflow from error
         self._take([one.model_dump(exclude_none=True) for one in answer.output])
