@@ -63,6 +63,9 @@ def test_a_body_that_is_no_json_is_a_bad_request(http: httpx.Client, path: str, 
 def test_unknown_names(http: httpx.Client) -> None:
     for answer in (http.post(CHAT, json={**HELLO, "model": "gpt"}), http.get("/v1/models/gpt/other")):
         assert refused(answer, 404, "model")["code"] == "model_not_found"
+    answer = http.post("/v1/responses", json={"input": "?", "previous_response_id": "resp_1"})
+    error = refused(answer, 400, "previous_response_id")  # in OpenAI's words, upon which clients send the whole
+    assert error["code"] == "previous_response_not_found" and "previous response was not found" in str(error["message"])
     refused(http.get("/v1/nothing"), 404)
     refused(http.get(CHAT), 405)
     body = {"messages": [], "kedge": {"workflow": "none", "agent": "a", "bindings": {}}}

@@ -325,7 +325,8 @@ class CallFailure:
         match error:
             case KedgeError():
                 status, code = next((status, code) for kind, status, code in KINDS if isinstance(error, kind))
-                code = "model_not_found" if isinstance(error, NotFound) and error.key == "model" else code
+                names = {"model": "model_not_found", "previous_response_id": "previous_response_not_found"}
+                code = names.get(error.key, code)
                 notes = "; ".join(getattr(error, "__notes__", []))
                 reason = f"{error} ({notes})" if notes else str(error)
                 param = error.key if status in (400, 404) else None

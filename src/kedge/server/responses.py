@@ -48,7 +48,7 @@ class ResponsesBody(CallBody):
     def chat(self) -> ChatBody:
         others, unstored = self.model_extra or {}, "nothing is stored here: send the whole conversation as `input`"
         for name, why in (
-            ("previous_response_id", unstored),
+            ("previous_response_id", f"the previous response was not found: {unstored}"),
             ("conversation", unstored),
             ("top_logprobs", "this server's responses have no log-probabilities"),
         ):
@@ -236,8 +236,7 @@ class ResponsesWriter(AnswerWriter):
             yield self.begin()
         error = {**body["error"], "code": body["error"]["code"] or "invalid_prompt"}  # Codex tries others again
         yield self._event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
-        why = {"code": error["code"], "message": error["message"]}
-        yield self._event("response.failed", response={**self._response("failed"), "error": why})
+        yield self._event("response.failed", response={**self._response("failed"), "error": error})
 
     # items ----------------------------------------------------------------------------------------------------
 
