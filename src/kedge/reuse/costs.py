@@ -29,7 +29,7 @@ OUTLIER = 4.0
 machine.
 """
 CERTAIN = 2.0
-"""Weight of a certain delay, relative to time saved only if the expectation comes true."""
+"""Weight of work that is certain, against time that it saves only if the expectation comes true."""
 REFIT = 8
 """Observations between two fits of the coefficients; the first ones count at once"""
 RIDGE = 1e-6
@@ -162,7 +162,7 @@ class EngineCosts:
 
     def translation_pays(self, tokens: int, spared: float) -> bool:
         """Return whether translating a segment of `tokens` tokens, which saves computing `spared` of them, is expected
-        to take less time than computing all of it.
+        to take much less time than computing all of it.
         """
         return not self.is_by_cost or self._translation_saves(tokens, spared) > 0
 
@@ -183,8 +183,8 @@ class EngineCosts:
         return not self.is_by_cost or self.added_seconds(tokens, 0) > CERTAIN * delay
 
     def _translation_saves(self, tokens: int, spared: float) -> float:
-        """Return the seconds that translating saves. Where the device waits for the host, what it is spared is worth
-        less: it would wait longer.
+        """Return the seconds that translating saves. It counts twice, also for what is learned for it. Where the device
+        waits for the host, what it is spared is worth less: it would wait longer.
         """
         worth = self._busy / (self._busy + self._waited) if self._waited else 1.0
-        return float(worth * self._passes.coefficients[1] * spared - self._translations.of((1, tokens)))
+        return float(worth * self._passes.coefficients[1] * spared - CERTAIN * self._translations.of((1, tokens)))
