@@ -60,9 +60,8 @@ def steps_to_execution(virtual_step: float = VIRTUAL_STEP) -> EvictionPolicy:
     """Evict varying suffixes first, then what is needed last (KVFlow, section 3.1). Without labels, this is LRU."""
 
     def key(node: StepView) -> EvictionKey:
-        if node.step is None:
-            return (0.0, 0.0, node.last_access) if node.varying else (1.0, -virtual_step, node.last_access)
-        return (1.0, -node.step, node.last_access)
+        is_over = node.step is None and node.varying
+        return (0.0 if is_over else 1.0, -distance(node, virtual_step), node.last_access)
 
     return key
 

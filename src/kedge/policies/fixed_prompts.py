@@ -41,7 +41,7 @@ class SharedHeads:
 
         Those before the last one are mostly what agents have in common.
         """
-        return [at for at in range(min(len(chain), MAX_LENGTH) - 1, -1, -1) if self.is_head(chain[at])]
+        return [at for at in reversed(range(min(len(chain), MAX_LENGTH))) if self.is_head(chain[at])]
 
     def is_head(self, block: Hashable) -> bool:
         """Return whether a block is the end of a fixed prompt."""

@@ -12,7 +12,6 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterable
 from itertools import takewhile
-from operator import itemgetter
 from typing import Any
 
 from kedge.policies.eviction import NextRuns
@@ -71,13 +70,13 @@ class StepShadow:
                 self._free[block] = None
 
     def _make_room(self, current: Hashable) -> None:
-        """Drop what has no owner, then the ends of the histories that are needed last, that of `current` at the end."""
+        """Drop what has no owner, then the ends of the histories that are needed last, but for that of `current`."""
         while len(self._owners) > self._capacity:
             if self._free:
                 del self._owners[self._free.popitem(last=False)[0]]
                 continue
-            others = [(self._steps.get(owner, math.inf), owner) for owner in self._chains if owner != current]
-            last = max(others, key=itemgetter(0))[1] if others else current
+            others = (owner for owner in self._chains if owner != current)
+            last = max(others, key=lambda owner: self._steps.get(owner, math.inf))
             chain = self._chains[last]
             while chain and len(self._owners) > self._capacity:
                 block = chain.pop()
@@ -116,8 +115,6 @@ class Guard:
     def access(self, owner: Hashable, chain: Chain) -> bool:
         """Let both take a prompt of `owner`. Returns whether the other policy rules from now on."""
         sample = self._sample(owner, chain)
-        if not sample:
-            return False
         kept = max(0.0, 1 - len(sample) / self._window)
         lead = self._steps.access(owner, sample) - leading(sample, self._lru)
         for block in reversed(sample):  # so that of one prompt the end goes first
