@@ -156,7 +156,7 @@ def test_room_is_for_the_runs_that_have_begun() -> None:
     store.check_integrity()
 
 
-def test_what_has_been_read_for_the_last_time_makes_room() -> None:
+def test_what_has_been_read_for_the_last_time_makes_room_and_what_nobody_goes_on_to_read_in_the_end() -> None:
     store, runs = BaseStore(8 * ONE, ONE), [run_key(str(number)) for number in range(3)]
     for number in range(2):
         store.put_content(SPACE, (number,) * 4, (), random_kv(4, number), runs[number])
@@ -164,10 +164,7 @@ def test_what_has_been_read_for_the_last_time_makes_room() -> None:
     store.note_read(runs[0], SAMPLE, (0,) * 4, (), is_last=False)
     assert store.hold(question(2), 4, runs[2])
     assert [key.tokens[0] for key in store.lasting(values=True)] == [0]
-
-
-def test_what_nobody_goes_on_to_read_makes_room_in_the_end() -> None:
-    store, runs = BaseStore(4 * ONE, ONE, patience=3), [run_key(str(number)) for number in range(2)]
+    store = BaseStore(4 * ONE, ONE, patience=3)
     assert store.hold(question(0), 4, runs[0])
     assert [store.hold(question(1), 4, runs[1]) for _ in range(3)] == [False, False, True]
 

@@ -92,22 +92,18 @@ def test_the_rows_of_the_same_anchors_move_with_them() -> None:
         stored.rows_of_anchors(both)
 
 
-def test_an_out_of_date_blend_is_refused() -> None:
+def test_blends_of_nothing_are_empty_and_those_of_an_earlier_version_refused() -> None:
     stored = table()
+    for shape in ((0, 4), (3, 0)):
+        none = Blend(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), stored.version)
+        assert torch.equal(stored.blend(none), torch.zeros(shape[0], WIDTH))
+    assert none.slice(1).tokens == 2
     stored.put(0, rows(9, 1))
     stored.put(1, rows(3, 2))
     blend = Blend(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), stored.version)
     stored.drop(1)
     with pytest.raises(PlanError, match="version"):
         stored.blend(blend)
-
-
-def test_blends_of_nothing() -> None:
-    stored = table()
-    for shape in ((0, 4), (3, 0)):
-        none = Blend(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), stored.version)
-        assert torch.equal(stored.blend(none), torch.zeros(shape[0], WIDTH))
-    assert none.slice(1).tokens == 2
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 70_000.0])

@@ -61,19 +61,12 @@ def test_nbytes_counts_tables_and_keys() -> None:
 # sites ----------------------------------------------------------------------------------------------------------------
 
 
-def observation(tokens: int = 4) -> Observation:
-    base = random_kv(tokens, 1)
-    return Observation.measure(base, in_context(base, 2), PREFIX_BASE, in_context(PREFIX_BASE, 3))
-
-
-def test_base_and_real_must_be_of_the_same_tokens() -> None:
+def test_both_parts_or_none_and_of_as_many_tokens_as_their_base_has() -> None:
+    base = random_kv(4, 1)
     with pytest.raises(PlanError, match="tokens=4"):
-        Observation.measure(random_kv(4, 1), random_kv(5, 1), None, None)
-
-
-def test_both_parts_or_none() -> None:
-    site = SiteOffsets(random_kv(4, 1), PREFIX)
-    observed = observation()
+        Observation.measure(base, random_kv(5, 1), None, None)
+    site = SiteOffsets(base, PREFIX)
+    observed = Observation.measure(base, in_context(base, 2), PREFIX_BASE, in_context(PREFIX_BASE, 3))
     site.put(0, observed)
     bad = replace(observed, prefix=torch.full_like(observed.prefix, float("nan")))
     with pytest.raises(Exception, match="does not fit"):

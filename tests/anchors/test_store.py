@@ -80,11 +80,8 @@ def test_a_check_leaves_out_what_was_learned_from_the_value_itself(settings: dic
     assert relative_error(translated(store.estimate(SLOT, sample(30)), sample(30)), real) < 1e-3, "of that one only"
     other, same = (store.estimate(SLOT, sample(31), leave_out=leave_out) for leave_out in (True, False))
     assert relative_error(translated(other, sample(31)), translated(same, sample(31))) < 1e-6
-
-
-def test_without_its_own_anchor_too_few_may_be_left() -> None:
     store = filled(range(2), **TOKEN)
-    assert store.estimate(SLOT, sample(1)).shareable
+    assert store.estimate(SLOT, sample(1)).shareable, "without its own anchor too few may be left"
     refused = store.estimate(SLOT, sample(1), leave_out=True)
     assert not refused.shareable and not refused.learnable
 
@@ -277,7 +274,7 @@ def test_tenants_workflows_and_placeholders_share_nothing() -> None:
         assert store.estimate(SLOT, sample(0, pool=POOL._replace(**other))).reason == "no anchor of this agent yet"
 
 
-def test_a_full_pool_keeps_its_anchors_for_a_value_that_is_shareable_anyway() -> None:
+def test_a_full_pool_takes_a_value_only_if_it_is_not_shareable_anyway() -> None:
     """An agent that prefills densely for another reason does not push out what other agents live on."""
     store = filled(range(3), capacity=3, **OPEN)
     for seed in range(3):
@@ -286,9 +283,6 @@ def test_a_full_pool_keeps_its_anchors_for_a_value_that_is_shareable_anyway() ->
         observe(store, sample(seed), PlaceholderSite("critic", 1))
     assert store.estimate(SLOT, sample(0)).shareable
     assert store.stats().anchors == 3
-
-
-def test_a_full_pool_takes_a_value_that_is_not_shareable() -> None:
     store = filled(range(3), capacity=3, **{**OPEN, "max_error": 1e-9})
     observe(store, sample(10))
     assert store.stats().anchors == 3
@@ -342,12 +336,9 @@ def test_memory_is_bounded_and_the_least_used_go_first() -> None:
     assert 2 not in kept
     assert kept[-1] == 9
     assert len(kept) >= 3
-
-
-def test_a_value_that_is_larger_than_all_memory_is_not_kept() -> None:
     store = AnchorStore(AnchorSettings(max_bytes=100))
     observe(store, sample(0))
-    assert store.stats().pools == store.stats().nbytes == 0
+    assert store.stats().pools == store.stats().nbytes == 0, "a value that is larger than all memory"
 
 
 def test_pools_are_dropped_in_order_of_use() -> None:

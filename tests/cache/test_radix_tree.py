@@ -16,30 +16,25 @@ def test_a_partial_block_takes_no_block() -> None:
     tree.check_integrity([])
 
 
-def test_unlock_without_lock() -> None:
-    tree = RadixTree(1)
-    tree.insert(NS, b"a", [0])
-    node, _ = tree.lock(NS, b"a")
-    tree.unlock(node)
-    with pytest.raises(PlanError, match="unlocked more often"):
-        tree.unlock(node)
-
-
 def test_wide_tokens() -> None:
     tree = RadixTree(1)
+    tree.insert(NS, (), [])
+    assert not tree._roots, "of nothing nothing is kept"
     tree.insert(NS, (2**31 - 1, 7), [0, 1])
     assert tree.walk(NS, (2**31 - 1, 7), DEVICE).device_blocks() == [0, 1]
     with pytest.raises(InvalidToken, match=f"tokens={2**31}"):
         tree.walk(NS, (1, 2**31))
 
 
-def test_integrity_check_can_fail() -> None:
+def test_unlocking_without_a_lock_and_integrity_checks_can_fail() -> None:
     tree = RadixTree(1)
     tree.insert(NS, b"ab", [0, 1])
     node, _ = tree.lock(NS, b"a")
     with pytest.raises(PlanError, match="locks=1"):
         tree.check_integrity([])
     tree.unlock(node)
+    with pytest.raises(PlanError, match="unlocked more often"):
+        tree.unlock(node)
     node.key = b"????"
     with pytest.raises(PlanError, match="node="):
         tree.check_integrity([])

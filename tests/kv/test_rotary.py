@@ -90,9 +90,5 @@ def test_layers_are_rotated_each_in_its_own_way() -> None:
             one.rotate(keys[layer : layer + 1], slice(30, 37), out=alone)
         torch.testing.assert_close(out[layer : layer + 1], alone)
     torch.testing.assert_close(mixed.unrotate(out, slice(30, 37)), keys, atol=1e-5, rtol=1e-4)
-
-
-def test_layers_with_the_same_rotation_keep_the_one_of_all() -> None:
-    rotary, _, _ = rotary_of("llama")
-    assert by_layer([rotary, rotary]) is rotary
+    assert by_layer([rotary, rotary]) is rotary, "that of all"
     assert isinstance(by_layer([None, None]), RotaryByLayer)

@@ -99,12 +99,8 @@ def test_rows_are_translated_and_read_as_keys_and_values_are(blocks: list[int]) 
 # segments -------------------------------------------------------------------------------------------------------------
 
 
-def kv(tokens: int) -> KVSegment:
-    return KVSegment(torch.randn(3, tokens, 2, 4), torch.randn(3, tokens, 2, 4))
-
-
 def test_slices_are_views() -> None:
-    whole = kv(7)
+    whole = KVSegment(torch.randn(3, 7, 2, 4), torch.randn(3, 7, 2, 4))
     parts = [whole.slice(0, 2), whole.slice(2, 2), whole.slice(2)]
     assert [p.tokens for p in parts] == [2, 0, 5]
     assert parts[0].keys.data_ptr() == whole.keys.data_ptr() and torch.equal(parts[2].values, whole.values[:, 2:])

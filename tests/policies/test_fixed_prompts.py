@@ -37,7 +37,8 @@ def test_memory_is_bounded() -> None:
     heads = SharedHeads(100)
     for prompt in range(1000):
         heads.observe([prompt, -prompt], 0)
-    assert len(heads._after) == 100
+        heads.observe(["head"], prompt)
+    assert len(heads._after) == 100 and len(heads._after["head"]) == WAYS
 
 
 def length(lengths: FixedLengths, tokens: tuple[int, ...], tenant: str = "a", answer: int = 0) -> int | None:
@@ -53,9 +54,10 @@ def own(size: int = 7) -> tuple[int, ...]:
 def test_a_length_comes_from_the_request_then_from_its_segments_then_from_other_prompts() -> None:
     lengths = FixedLengths(BLOCK)
     parts = (Segment(FIXED, "p0"), Segment((1, 2), "q", SampleId.parse("q@0")))
-    assert lengths.of(GenerateRequest(parts, fixed=7), ()) == 7
+    assert [lengths.of(GenerateRequest(parts, fixed=fixed), ()) for fixed in (0, 7)] == [0, 7]
     assert lengths.of(GenerateRequest(parts, fixed=len(FIXED) + 3), ()) == len(FIXED), "longer than the prompt"
     assert lengths.of(GenerateRequest(parts), ()) == len(FIXED)
+    assert lengths.of(GenerateRequest(parts[::-1]), ()) is None, "it begins with a value"
     found = [length(lengths, FIXED + own()) for _ in range(5)]
     assert found == [None, None, *[len(FIXED)] * 3]
 
@@ -69,6 +71,8 @@ def test_it_ends_with_a_whole_block(size: int, found: int | None) -> None:
 def test_a_session_that_grows_has_no_fixed_part_and_answers_are_not_part_of_prompts() -> None:
     lengths = FixedLengths(BLOCK)
     assert [length(lengths, tuple(range(size)), answer=size % 5) for size in range(5, 95, 9)] == [None] * 10
+    request = GenerateRequest((Segment(FIXED, "p0"),))
+    assert [lengths.of(request, chain_of((*FIXED, *own()), BLOCK)) for _ in range(4)] == [None] * 4
 
 
 def test_versions_of_a_template_and_days_have_their_own_and_tenants_are_apart() -> None:

@@ -23,6 +23,7 @@ from kedge.policies.service import (
     may_start,
     missing_share,
 )
+from kedge.policies.sessions.turns import RECENT
 
 SHARES = st.floats(-1, 2, allow_nan=False)
 
@@ -78,13 +79,14 @@ class Item:
 @settings(max_examples=100)
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 100), st.booleans()), max_size=30), st.booleans())
 def test_the_order_is_that_of_a_naive_look(items: list[tuple[float, int, bool]], overloaded: bool) -> None:
-    order: ServiceOrder[Item] = ServiceOrder(lambda item: items[item.number][0])
+    asked = list[Item]()
+    order: ServiceOrder[Item] = ServiceOrder(lambda item: asked.append(item) or items[item.number][0])
     known = [Item(number) for number in range(len(items))]
     for one, (_, tokens, is_first) in zip(known, items, strict=True):
         order.push(one, tokens, is_first=is_first)
     slack = PATIENCE * len(items) * overloaded
     naive = sorted(known, key=lambda one: (not items[one.number][2], one.number + 1 + slack * items[one.number][0]))
-    assert order.order(0, overloaded) == naive
+    assert order.order(0, overloaded) == naive and (overloaded or not asked)
 
 
 def test_look_ups_are_bounded_and_the_first_one_is_new() -> None:
@@ -101,8 +103,7 @@ def test_look_ups_are_bounded_and_the_first_one_is_new() -> None:
     for _ in range(25):
         order.order(0, overloaded=True)
     assert sorted(asked) == list(range(100)), "each once while nothing has changed"
-    order.order(0, overloaded=True)
-    assert len(asked) == 100
+    assert order.order(0, overloaded=True) is order.order(0, overloaded=True) and len(asked) == 100
     shares[50] = 0.0
     asked.clear()
     order.order(1, overloaded=True)
@@ -125,17 +126,9 @@ def test_who_is_first_by_an_old_look_up_is_looked_up_before_it_is_served() -> No
     assert order.order(1, overloaded=True) == ["b", "a", "evicted since"]
 
 
-def test_no_look_up_without_overload() -> None:
-    def look_up(item: str) -> float:
-        raise AssertionError(item)
-
-    order: ServiceOrder[str] = ServiceOrder(look_up)
-    order.push("a", 1)
-    assert order.order(0, overloaded=False) == ["a"]
-
-
 def test_a_prompt_beyond_the_budget_is_looked_up_all_the_same() -> None:
     order = order_of({"a": 1.0, "b": 0.0}, 10 * LOOK_UP_TOKENS)
+    assert order.missing("b") == 1.0, "until it is looked up"
     for _ in range(2):
         order.order(0, overloaded=True)
     assert order.order(0, overloaded=True) == ["b", "a"]
@@ -250,9 +243,10 @@ def test_what_takes_less_time_than_the_answers_before_it_is_not_held_back() -> N
 
 
 def test_before_steps_were_measured_nothing_is_held_back() -> None:
-    only_decodes = StepTimes()
+    only_decodes, only_prompts = StepTimes(), StepTimes()
     only_decodes.step(1, 1, 0.001)
-    for unknown in (StepTimes(), only_decodes):
+    only_prompts.step(1000, 1, 10.0)
+    for unknown in (StepTimes(), only_decodes, only_prompts):
         assert may_start(100, 1.0, CAPACITY, CAPACITY, 1.0, unknown)
 
 
@@ -263,3 +257,5 @@ def test_idle_time_between_steps_is_forgotten_and_slower_machines_are_noticed() 
     for _ in range(1000):
         found.step(1, 1, 0.5)
     assert found.decode == 0.5
+    found.answered(50)
+    assert found.answer == pytest.approx(10 + 40 * RECENT), "the mean of answers moves"

@@ -40,10 +40,7 @@ def test_known_coefficients_are_recovered(true: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("many", [1, 2, 3, 7])
 def test_the_first_observations_count_at_once(many: int) -> None:
-    linear = LinearCost(PRIOR)
-    for counts in passes(many):
-        linear.observe(counts, cost(TRUE, counts))
-    last = passes(many)[-1]
+    linear, last = fitted(TRUE, many), passes(many)[-1]
     assert linear.of(last) == pytest.approx(cost(TRUE, last), rel=1e-2)
 
 

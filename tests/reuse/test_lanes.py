@@ -71,7 +71,7 @@ def test_alone_a_prompt_is_granted_at_once(holes: Holes, tokens: int, rows: int)
         assert granted == {"r": fitted(holes, LaneBudget(tokens - 1, rows - 1))}
 
 
-def test_lanes_take_only_what_running_and_earlier_requests_leave() -> None:
+def test_lanes_take_only_what_running_and_earlier_and_waiting_requests_leave() -> None:
     holed, plain = WaitingPrompt("h", 300, FOUR), WaitingPrompt("p", 20)
     assert grant([holed], LaneBudget(64, 8), demand=40) == {"h": FOUR}
     assert grant([holed], LaneBudget(64, 8), demand=41) == {}, "it waits rather than being cut"
@@ -79,9 +79,6 @@ def test_lanes_take_only_what_running_and_earlier_requests_leave() -> None:
     assert grant([plain, holed], LaneBudget(64, 8), demand=21) == {}
     late = WaitingPrompt("h", 300, FOUR, PATIENCE)
     assert grant([late], LaneBudget(64, 8), demand=41) == {"h": (range(40, 60), range(95, 97), range(150, 300))}
-
-
-def test_a_request_that_waits_holds_back_those_after_it() -> None:
     one, other = WaitingPrompt("a", 300, FOUR), WaitingPrompt("b", 300, (range(5, 6), range(299, 300)))
     assert grant([one, other], LaneBudget(64, 8), demand=0).keys() == {"a", "b"}
     assert grant([one, other], LaneBudget(64, 8), demand=45) == {}

@@ -170,6 +170,9 @@ def test_what_was_earned_meanwhile_is_spent_once_the_first_token_is_read(idle: b
     stage = Stage()
     assert not stage.step(0.1, is_awaited=True)
     assert not stage.step(0.02, idle=idle), "it is read once this step has been started"
+    stage.budget.computes()
+    stage.budget.spend(stage.learn, 0.0)
+    assert not stage.learned, "nor in a step without a pass that follows at once"
     assert stage.step(0.02) == pytest.approx(0.06 if idle else 0.07)
 
 

@@ -12,11 +12,11 @@ from kedge.errors import PlanError
 from kedge.guard import EVERYTHING, GuardOrders
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.guard.fidelity import RUNGS
-from kedge.reuse.layout import plan_key
+from kedge.reuse.layout import layout, next_stop, plan_key, template_of
 from kedge.reuse.plan import ReusePlan, Sentinel, spans_of
 from kedge.reuse.planner import SHORT_TEMPLATE, UNLEARNED, UNPROVED, UNREAD, WITHHELD, Planner
 from kedge.settings import PlannerConstants
-from kedge.types import GenerateRequest, ReuseMode, SampleId, Segment, Source, Span, ValueKind, WorkflowId
+from kedge.types import GenerateRequest, Miss, ReuseMode, SampleId, Segment, Source, Span, ValueKind, WorkflowId
 
 UNWATCHED = GuardOrders()
 ALWAYS = EngineCosts(by_cost=False)
@@ -109,8 +109,12 @@ def test_what_can_be_moved_always_is_and_teaches_nothing_where_the_template_behi
     assert [miss.segment for miss in plan.misses] == ["question"], "not the template, which is to be computed"
 
 
-@pytest.mark.parametrize(("move", "from_anchors"), [("always", False), ("unlearned", True)])
-def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(move: str, from_anchors: bool) -> None:
+@pytest.mark.parametrize(("move", "rung", "from_anchors"), [
+    ("always", None, False), ("unlearned", None, True), ("unlearned", 0, False), ("always", 1, True),
+])  # fmt: skip
+def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(
+    move: str, rung: int | None, from_anchors: bool
+) -> None:
     """And the value itself only where it is moved until they are learned."""
     known, asked = Known([3], [1]), []
 
@@ -121,7 +125,8 @@ def test_anchors_serve_the_template_behind_a_moved_value_only_where_it_is_long(m
 
     known.without_offsets = without_offsets  # type: ignore[attr-defined]
     for size, is_looked_up in ((SHORT_TEMPLATE, False), (SHORT_TEMPLATE + 1, True)):
-        plan = planned(known, ANSWER, Segment((5,) * size, "p1"), move=move, min_translated=0)
+        guard, text = GuardOrders(rung=rung), Segment((5,) * size, "p1")
+        plan = planned(known, ANSWER, text, guard=guard, move=move, min_translated=0)
         template = [*range(13, 13 + size)]
         if from_anchors or is_looked_up:
             assert [at for at in plan.computed if at >= 13] == [14, 12 + size]
@@ -186,14 +191,11 @@ def test_a_value_that_teaches_nothing_is_computed_all_the_same() -> None:
     assert plan.translates and not plan.teaches and not plan.moved and plan.computed[:14] == [*range(5, 19)]
 
 
-def test_without_rotation_a_prompt_with_unknown_values_is_dense() -> None:
-    plan = plan_unknown(Unknown(has_prefixes=True), move="never")
+@pytest.mark.parametrize("policy", [{"move": "never"}, {"min_translated": 0.5}], ids=str)
+def test_a_prompt_of_which_nothing_or_too_little_is_moved_is_dense_and_teaches(policy: dict[str, Any]) -> None:
+    plan = plan_unknown(Unknown(has_prefixes=True), **policy)
     assert plan.computed == [*range(5, 31)] and plan.teaches and not plan.translates and not plan.moved
-
-
-def test_a_prompt_of_which_an_answer_is_too_little_is_dense_and_teaches() -> None:
-    plan = plan_unknown(Unknown(has_prefixes=True), min_translated=0.5)
-    assert plan.computed == [*range(5, 31)] and plan.teaches and not plan.translates
+    assert not planned(Unknown(has_prefixes=True), ANSWER, move="never").translates, "nor is an answer alone"
 
 
 class Cost(EngineCosts):
@@ -207,7 +209,8 @@ class Cost(EngineCosts):
         assert spared <= tokens
         return spared > self._tokens
 
-    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:  # noqa: ARG002
+    def base_pays(self, base_tokens: int, tokens: int, readers: float) -> bool:
+        assert base_tokens >= tokens
         return readers >= self._readers
 
 
@@ -283,6 +286,10 @@ def test_spans_are_the_sources_joined(sources: list[Source]) -> None:
     assert plan.computed == [i for i, source in enumerate(sources) if source is Source.COMPUTED]
     exact = sources.index(Source.TRANSLATED) if Source.TRANSLATED in sources else len(sources)
     assert plan.exact_tokens == exact
+    if exact < len(sources):
+        without = plan.without_translation(Miss("*", "refuted"))
+        found = [span.source for span in without.spans for _ in range(len(span))]
+        assert not without.teaches and found == sources[:exact] + [Source.COMPUTED] * (len(sources) - exact)
 
 
 @pytest.mark.parametrize("edges", [[(1, 4)], [(0, 3), (4, 6)], [(0, 3), (2, 6)], [(0, 3), (3, 3)]])
@@ -304,12 +311,23 @@ PROMPT = GenerateRequest((Segment((1, 2), "p0"), value(50, 51), Segment((3, 4, 5
         replace(PROMPT, reuse=ReuseMode.TRANSLATE),
         replace(PROMPT, guard=GuardOrders(withheld=frozenset("q"))),
         replace(PROMPT, guard=GuardOrders(rung=ANCHORS)),
+        replace(PROMPT, guard=GuardOrders(epoch=1)),
         replace(PROMPT, workflow=WorkflowId("other")),
         replace(PROMPT, segments=(Segment((1, 9), "p0"), *PROMPT.segments[1:])),
         replace(PROMPT, segments=(PROMPT.segments[0], replace(value(50, 51), base_context=(9,)), PROMPT.segments[2])),
     ],
 )
 def test_other_modes_orders_and_templates_have_plans_of_their_own(other: GenerateRequest) -> None:
-    """Offsets that were measured against other base KV are not used either."""
+    """Offsets that were measured against other base KV, or were discarded, are not used either."""
     assert plan_key(other) != plan_key(PROMPT)
     assert plan_key(replace(PROMPT, segments=(PROMPT.segments[0], value(60), PROMPT.segments[2]))) == plan_key(PROMPT)
+
+
+def test_a_prompt_is_drafted_up_to_a_value_and_the_text_behind_it_and_its_template_has_names_for_values() -> None:
+    head, question, text = PROMPT.segments
+    prompts = [(head, question, text), (head, question), (head, question, value(60), value())]
+    stops = [[next_stop(replace(PROMPT, segments=one), at) for at in range(3)] for one in prompts]
+    assert stops == [[3, 3, 3], [2, 2, 2], [2, 2, 3]]
+    asked = replace(PROMPT, segments=(head, question, replace(text, tokens=()), question, text))
+    assert template_of(asked).tokens == (1, 2, 7, 7, 7, 7, 3, 4, 5)
+    assert [one.text and one.text.index for one in layout(asked)] == [None, None, None, 4, None]

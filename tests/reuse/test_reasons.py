@@ -74,6 +74,8 @@ def test_tokens_that_are_computed_again_within_a_translated_value_have_a_reason(
 def test_the_last_token_needs_no_reason_and_neither_does_a_request_that_never_began() -> None:
     assert with_reasons(request(), (Span(0, 19, Source.DEVICE), Span(19, 20, Source.COMPUTED)), ()) == ()
     assert with_reasons(request(), (), ()) == ()
+    alone = replace(request(), segments=request().segments[:1])
+    assert with_reasons(alone, (Span(0, 4, Source.COMPUTED),), ()) == (Miss("p0", reasons.NOT_CACHED),)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.data())

@@ -71,17 +71,18 @@ class Taught:
         return [self.runtime.wants_harvest(request(seed), plan) for seed in range(times)]
 
 
-@pytest.mark.parametrize(("values", "teaches"), [(0, False), (1, False), (CAPACITY - 1, False), (CAPACITY, True)])
-def test_a_dense_prompt_is_learned_from_while_few_values_were_seen_or_where_it_is_dense_to_teach(
-    values: int, teaches: bool
+ALL, ONE_IN_SO_MANY = [True] * REFRESH, [*[False] * (REFRESH - 1), True]
+
+
+@pytest.mark.parametrize(("values", "teaches", "learned"), [
+    (0, False, ALL), (1, False, ALL), (CAPACITY - 1, False, ALL), (CAPACITY, True, ALL),
+    (CAPACITY, False, ONE_IN_SO_MANY), (3 * CAPACITY, False, ONE_IN_SO_MANY),
+])  # fmt: skip
+def test_dense_prompts_are_learned_from_while_few_values_were_seen_or_to_teach_and_else_now_and_then(
+    values: int, teaches: bool, learned: list[bool]
 ) -> None:
-    assert Taught(values).wants(3 * REFRESH, teaches=teaches) == [True] * 3 * REFRESH
-
-
-@pytest.mark.parametrize("values", [CAPACITY, 3 * CAPACITY])
-def test_an_agent_that_has_seen_enough_learns_from_one_dense_prompt_in_so_many(values: int) -> None:
-    """So that its offsets follow what changes."""
-    assert Taught(values).wants(5 * REFRESH) == 5 * [*[False] * (REFRESH - 1), True]
+    """So that offsets follow what changes."""
+    assert Taught(values).wants(5 * REFRESH, teaches=teaches) == 5 * learned
 
 
 def test_what_an_agent_has_seen_says_nothing_of_another_one_with_the_same_value() -> None:
@@ -91,17 +92,12 @@ def test_what_an_agent_has_seen_says_nothing_of_another_one_with_the_same_value(
     assert all(taught.runtime.wants_harvest(other, plan) for _ in range(2 * REFRESH))
 
 
-@pytest.mark.parametrize("reuse", [ReuseMode.OFF, ReuseMode.EXACT])
-def test_other_modes_teach_nothing_and_need_nothing(reuse: ReuseMode) -> None:
-    runtime, asked = Taught(0).runtime, request(1, reuse)
-    assert not runtime.wants_harvest(asked, runtime.plan(asked, ()))
-    assert runtime.needs(asked) == []
-
-
-def test_checks_teach_nothing() -> None:
+def test_other_modes_teach_nothing_and_need_nothing_and_checks_teach_nothing() -> None:
     runtime, asked = Taught(0).runtime, request(1)
     assert runtime.wants_harvest(asked, plan := runtime.plan(asked, ()))
     assert not runtime.wants_harvest(replace(asked, guard=GuardOrders(held_out=True)), plan)
+    for other in (request(1, ReuseMode.OFF), request(1, ReuseMode.EXACT)):
+        assert not runtime.wants_harvest(other, runtime.plan(other, ())) and runtime.needs(other) == []
 
 
 @pytest.mark.parametrize(("above", "pays"), [(SIZE - 1, True), (SIZE, False)])
@@ -121,6 +117,20 @@ def test_base_kv_is_asked_for_once_enough_requests_read_values_of_the_placeholde
         assert not (runtime.needs(asked, is_new=True) or runtime.needs(asked) or runtime.prerequisites(asked, 0))
     assert len(runtime.needs(asked, is_new=True)) == 1, "the third reader"
     assert len(runtime.prerequisites(request(2), 0)) == 1, "so is the next value worth it before it is read"
+
+
+@pytest.mark.parametrize(("values", "ready"), [
+    (0, [False, False, False]), (1, [False, False, False]), (2, [False, False, True]), (CAPACITY, [True, True, True]),
+])  # fmt: skip
+def test_base_kv_is_waited_for_once_its_agent_is_known_or_can_translate_what_others_read(
+    values: int, ready: list[bool]
+) -> None:
+    stage, asked = Taught(values).runtime, request(1)
+    found = [bool(stage.prerequisites(asked, 0, of_later_readers=True))]
+    for _ in range(2):
+        stage.needs(asked, is_new=True)
+    found += [bool(stage.prerequisites(asked, 0, of_later_readers=later)) for later in (False, True)]
+    assert found == ready
 
 
 @pytest.mark.parametrize("has_template", [False, True])
@@ -200,8 +210,8 @@ def test_base_kv_is_not_kept_from_what_is_translated_itself() -> None:
 def test_base_kv_that_only_one_agent_reads_is_not_kept() -> None:
     runtime = Taught(0).runtime
     for seed in range(2 * MAX_VALUES):
-        runtime.needs(in_place(seed), is_new=True)
-    assert not leaves_base(runtime, in_place(3 * MAX_VALUES))
+        runtime.needs(linked(seed, "first"), is_new=True)
+    assert not leaves_base(runtime, linked(3 * MAX_VALUES, "first")), "nor is the text behind it"
 
 
 # template text behind values ------------------------------------------------------------------------------------------
@@ -328,7 +338,8 @@ def test_of_values_that_follow_each_other_each_is_learned_once_as_what_it_is() -
     stage.bases.put_prefix(second.namespace, template_key(second), template)
     read = random_kv(first.prompt_tokens, 1).slice
     stage.runtime.keep_base(first, read)
-    assert [one.index for one in stage.runtime.observe(second, read)] == [1, 2, 3]
+    for plan in (None, ReusePlan.dense((), second.prompt_tokens)):
+        assert [one.index for one in stage.runtime.observe(second, read, plan)] == [1, 2, 3]
 
 
 def test_an_answer_that_was_moved_alone_is_not_what_its_reader_has_read() -> None:
@@ -351,6 +362,7 @@ def test_where_nothing_is_moved_no_text_is_kept() -> None:
 
 def test_text_is_computed_where_moving_it_takes_longer() -> None:
     assert ReadTwice(Cost(len(TEXT))).moved(linked(1, "other")) == [(2, SIZE)]
+    assert not leaves_base(Taught(0, Cost(SIZE)).runtime, linked(1, "first")), "the value before it is computed"
 
 
 def test_nothing_is_kept_for_a_prompt_without_a_run() -> None:

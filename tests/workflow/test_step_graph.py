@@ -165,17 +165,6 @@ def test_a_run_never_ends_up_with_a_node_both_running_and_done(of: StepGraph, pi
         ((Node("a", then={"x": None}),), "node a: then", "x"),
         ((Node("a"), Node("b", after=["a"], loops=["a"])), "node b: loops", ["a"]),
         ((Node("a", then={"b": 1.0}), Node("b")), "node a: then", "b"),
-    ],
-)
-def test_bad_graphs_name_node_and_value(nodes: tuple[Node, ...], key: str, value: object) -> None:
-    with pytest.raises(WorkflowError) as caught:
-        StepGraph("bad", nodes)
-    assert (caught.value.key, caught.value.value) == (key, value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "key", "value"),
-    [
         ({"after": [()]}, "node a: after", ()),
         ({"after": [""]}, "node a: after", ""),
         ({"loops": [()]}, "node a: loops", ()),
@@ -185,9 +174,11 @@ def test_bad_graphs_name_node_and_value(nodes: tuple[Node, ...], key: str, value
         ({"then": {"b": 0.7, "c": 0.4}}, "node a: then", {"b": 0.7, "c": 0.4}),
     ],
 )
-def test_bad_nodes_name_field_and_value(fields: dict[str, object], key: str, value: object) -> None:
+def test_bad_graphs_and_bad_nodes_name_field_and_value(
+    nodes: tuple[Node, ...] | dict[str, Any], key: str, value: object
+) -> None:
     with pytest.raises(WorkflowError) as caught:
-        Node("a", **fields)  # type: ignore[arg-type]
+        Node("a", **nodes) if isinstance(nodes, dict) else StepGraph("bad", nodes)
     assert (caught.value.key, caught.value.value) == (key, pytest.approx(value, nan_ok=True))
 
 

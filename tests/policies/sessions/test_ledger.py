@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.policies.sessions import SessionHints, SessionKey, SessionLedger, Turn, TurnEnd
-from kedge.policies.sessions.ledger import GIVEN_UP, LATER, NAMELESS, UNKNOWN
-from kedge.policies.sessions.tracker import SessionTracker
+from kedge.policies.sessions.ledger import GIVEN_UP, LATER, NAMELESS, NO_SESSIONS, UNKNOWN, refused
+from kedge.policies.sessions.tracker import SessionState, SessionTracker
 from kedge.types import AgentKey, GenerateRequest, Namespace, Segment, TurnHints, WorkflowAgent
 from kedge.workflow.steps import NextRun
 from tests.policies.sessions.test_links import HERE, THERE, chain
@@ -242,6 +242,7 @@ def test_every_outcome_has_a_reason() -> None:
     assert [one.reason for each in said for one in desk.ledger.advise(HERE, each)] == [LATER, NAMELESS, UNKNOWN]
     ended = desk.ledger.advise(HERE, TurnHints("mine", is_last=True, returns_in=1.0))
     assert [(one.reason, one.outcome) for one in ended][0] == (GIVEN_UP, REJECTED)
+    assert [(one.action_id, one.reason) for one in refused(said[0], NO_SESSIONS)] == [("keep_for", NO_SESSIONS)]
 
 
 def test_where_the_forecast_of_its_agent_decides_that_is_said() -> None:
@@ -318,6 +319,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.ledger.advance().steps == {}
         assert len(self.tracker) == len(self.steps) <= 4 and len(self.tracker._links._marks) <= 4
         running = {turn.session for turn in self.open}
+        assert not any(self.tracker.state(key) is SessionState.IN_FLIGHT for key in self.steps.keys() - running)
         assert all(key in running if step < 0 else step == self.tracker.rank(key) for key, step in self.steps.items())
 
 

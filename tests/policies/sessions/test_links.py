@@ -19,17 +19,12 @@ def chain(*blocks: int) -> list[int]:
     return hashes
 
 
-def test_a_longer_prompt_continues_the_shorter_one() -> None:
+def test_a_longer_prompt_continues_the_shorter_one_and_of_two_the_longer() -> None:
     links = SessionLinks()
-    links.put("s", HERE, chain(1, 2, 3), 2)
-    assert links.find(HERE, chain(1, 2, 3, 4, 5)) == links.find(HERE, chain(1, 2, 3)) == "s"
-    assert links.find(HERE, chain(1, 2, 4)) is None and links.find(THERE, chain(1, 2, 3, 4)) is None
-
-
-def test_of_two_the_longer_history_is_continued() -> None:
-    links = SessionLinks()
-    links.put("fork", HERE, chain(1, 2), 1)
     links.put("branch", HERE, chain(1, 2, 3), 2)
+    assert links.find(HERE, chain(1, 2, 3, 4, 5)) == links.find(HERE, chain(1, 2, 3)) == "branch"
+    assert links.find(HERE, chain(1, 2, 4)) is None and links.find(THERE, chain(1, 2, 3, 4)) is None
+    links.put("fork", HERE, chain(1, 2), 1)
     assert links.find(HERE, chain(1, 2, 3, 4)) == "branch" and links.find(HERE, chain(1, 2, 9)) == "fork"
 
 
@@ -38,8 +33,11 @@ def test_an_end_that_changes_is_known_by_what_is_before_it_but_not_by_what_is_sh
     links.put("s", HERE, chain(1, 2, 3, 4, 5, 6), 3)
     assert links.find(HERE, chain(1, 2, 3, 4, 5, 9, 9)) == "s"
     assert links.find(HERE, chain(1, 2, 3, 4, 9)) is None, "three blocks back is no mark"
-    links.put("s", HERE, chain(1, 2, 3, 7), 3)
+    links.put("s", HERE, chain(1, 2, 3, 7, 8), 3)
+    assert links.find(HERE, chain(1, 2, 3, 7, 9)) == "s"
     assert links.find(HERE, chain(1, 2, 3, 8)) is None, "the first three may be others' as well"
+    links.put("all", THERE, chain(1, 2), 2)
+    assert links.find(THERE, chain(1, 2, 3)) == "all", "unless nothing else is there"
 
 
 def test_a_prompt_that_goes_on_behind_what_many_begin_with_is_a_new_session() -> None:

@@ -1,6 +1,7 @@
 """Two answers to one prompt: what counts as changed, and what is not a number."""
 
 import math
+from operator import itemgetter
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from tests.reuse.guard.answers import answer, position
 SURE = position({1: 0.9, 2: 0.1})
 UNSURE = position({1: 0.52, 2: 0.48})
 OTHER = position({2: 0.9, 1: 0.1})
-NAN = TokenLogprob(1, math.nan, ((1, math.nan), (2, math.nan)))
+NAN, PART = (TokenLogprob(1, math.nan, ((1, first), (2, math.nan))) for first in (math.nan, -0.1))
 
 
 def test_the_divergence_of_an_answer_is_the_mean_of_its_tokens() -> None:
@@ -44,7 +45,7 @@ def test_a_sampled_answer_is_compared_no_further_than_both_drew_the_same() -> No
 
 
 @pytest.mark.parametrize("dense, translated, found", [
-    ((SURE,), (NAN,), MAX_KL), ((SURE, SURE), (SURE, NAN), MAX_KL),
+    ((SURE,), (NAN,), MAX_KL), ((SURE,), (PART,), MAX_KL), ((SURE, SURE), (SURE, NAN), MAX_KL),
     ((NAN,), (SURE,), None), ((SURE, NAN), (SURE, SURE), None),
     ((), (), None), ((SURE,), (), None), ((), (SURE,), None),
 ])  # fmt: skip
@@ -59,15 +60,24 @@ def test_tokens_that_cannot_be_drawn_have_no_weight() -> None:
     assert divergence(position({1: 1.0}), position({2: 1.0, 1: 0.0})) == pytest.approx(MAX_KL, rel=0.1)
 
 
-@given(st.lists(st.floats(1e-6, 1), min_size=3, max_size=20), st.lists(st.floats(1e-6, 1), min_size=3, max_size=20))
-def test_the_divergence_is_that_of_the_distributions(p: list[float], q: list[float]) -> None:
-    """With all tokens among the most likely ones, up to what floors leave."""
+SHARES = st.lists(st.floats(1e-6, 1), min_size=3, max_size=20)
+
+
+@given(SHARES, SHARES, st.integers(1, 20))
+def test_the_divergence_is_that_of_the_distributions_or_a_lower_bound_of_it(
+    p: list[float], q: list[float], top: int
+) -> None:
+    """That with all tokens that are not listed as one, up to what floors leave, where both list the same ones."""
     size = min(len(p), len(q))
-    p = [one / sum(p[:size]) for one in p[:size]]
-    q = [one / sum(q[:size]) for one in q[:size]]
+    p, q = ([share / sum(one[:size]) for share in one[:size]] for one in (p, q))
     exact = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-    found = divergence(position(dict(enumerate(p))), position(dict(enumerate(q))))
-    assert found == pytest.approx(exact, abs=1e-5) and 0 <= found <= MAX_KL + 1e-6
+    listed = [dict(sorted(enumerate(one), key=itemgetter(1))[-top:]) for one in (p, q)]
+    found = divergence(*map(position, listed))
+    assert 0 <= found <= min(exact + 1e-5, MAX_KL + 1e-6)
+    if listed[0].keys() == listed[1].keys():
+        pairs = [(p[at], q[at]) for at in listed[0]]
+        rests = [max(1e-9, 1 - sum(one)) for one in zip(*pairs, strict=True)]
+        assert found == pytest.approx(sum(a * math.log(a / b) for a, b in [*pairs, rests]), abs=1e-5)
 
 
 CALL, OTHER_CALL = '{"name": "look_up", "parameters": {}}', '{"name": "delete", "parameters": {}}'

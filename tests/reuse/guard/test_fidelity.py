@@ -16,6 +16,7 @@ from kedge.reuse.guard.fidelity import (
     LEAST,
     RETRIED,
     RUNGS,
+    SETTLED,
     MeanEvidence,
     Proof,
     RungFinding,
@@ -223,6 +224,8 @@ def test_a_rise_within_the_budget_only_begins_the_evidence_anew() -> None:
     proof = found(Proof(), 3, BUDGET / 20, times=100)
     found(proof, 3, 0.6 * BUDGET, times=12)
     assert serving(proof) == 3 and proof.rungs[3].divergence.mean == pytest.approx(0.6 * BUDGET, rel=0.1)
+    once = found(found(Proof(), 3, BUDGET / 20, times=100), 3, 50 * BUDGET, times=1)
+    assert once.rungs[3].divergence.count == 101, "a single answer is not one"
 
 
 def test_the_noise_of_rounding_is_no_divergence() -> None:
@@ -249,6 +252,7 @@ def test_a_repeated_prompt_proves_nothing_more_but_shows_what_got_worse() -> Non
     observe(proof, RungFinding(2, BUDGET / 10, 0.1))
     proof.observe(RungFinding(2, BUDGET / 10, 0.1), 7)
     assert proof.rungs[2].divergence.count == 2, "it was not compared on this rung"
+    assert not proof.is_settled and found(proof, 1, BUDGET / 5, times=SETTLED).is_settled
 
 
 def test_what_translates_nothing_is_tried_less_and_less_until_it_does() -> None:
@@ -334,7 +338,11 @@ def test_a_restored_proof_goes_on_as_if_nothing_had_happened(
     assert serving(restored) == serving(proof)
 
 
-def test_rungs_of_another_version_are_left_out() -> None:
-    rungs = saved(found(Proof(), 1, BUDGET / 5))["rungs"]
-    rungs["moved by hand"] = rungs[RUNGS[1].name]
-    assert list(SavedProof.model_validate({"agent": "a", "rungs": rungs}).proof().rungs) == [1]
+def test_rungs_of_another_version_are_left_out_and_the_one_that_serves_goes_on() -> None:
+    proof = found(Proof(), 1, BUDGET / 5)
+    assert serving(proof) == 1
+    proof.serving[BUDGET].calls = 30
+    data = saved(proof)
+    data["rungs"]["moved by hand"] = data["rungs"][RUNGS[1].name]
+    read = SavedProof.model_validate(data).proof()
+    assert list(read.rungs) == [1] and read.serving == {BUDGET: Serving(1, 30)}
