@@ -152,7 +152,7 @@ def test_loading_is_declined_where_computing_takes_less_time_than_loads_took() -
     world.evict(3)
     for seconds, passes, answer in ((0.4, 50, "loading"), (0.2, 50, "ready"), (0.2, 500, "loading again")):
         for _ in range(passes):
-            world.cache.observe_compute(3, seconds)
+            world.cache.tiers.transfers.cost.computed(3, seconds)
         assert [world.demand("AAA", answer) for _ in range(2)] == [answer.split()[0]] * 2
         world.cache.withdraw(answer)
         world.settle(ok=False)

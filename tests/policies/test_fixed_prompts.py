@@ -31,14 +31,9 @@ def test_prompts_that_are_repeated_or_continued_have_no_fixed_part() -> None:
     for length in range(3, 9):
         heads.observe([*"abcdefgh"[:length]], "end")
     assert heads.find([*"abcdefgh"]) == []
-
-
-def test_memory_is_bounded() -> None:
-    heads = SharedHeads(100)
-    for prompt in range(1000):
-        heads.observe([prompt, -prompt], 0)
-        heads.observe(["head"], prompt)
-    assert len(heads._after) == 100 and len(heads._after["head"]) == WAYS
+    for rest in range(9):
+        heads.observe("z", rest)
+    assert len(heads["z"]) == WAYS, "more are not remembered"
 
 
 def length(lengths: FixedLengths, tokens: tuple[int, ...], tenant: str = "a", answer: int = 0) -> int | None:
@@ -82,3 +77,6 @@ def test_versions_of_a_template_and_days_have_their_own_and_tenants_are_apart() 
         assert seen[-2:] == [40, 40], "on one day"
     assert length(lengths, (*FIXED[:10], 900, *FIXED[10:])) == 8, "what all days have in common"
     assert length(lengths, (*FIXED[:10], 900, *FIXED[10:]), tenant="b") is None
+    lengths._heads._limit = 60
+    assert [length(lengths, own(30), tenant="b") for _ in range(50)] == [None] * 50
+    assert length(lengths, (*FIXED[:10], 901, *FIXED[10:])) == 8, "no tenant makes another forget"

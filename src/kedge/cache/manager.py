@@ -331,10 +331,6 @@ class CacheManager:
         """Whether a copy is queued or under way: blocks may come free without any request ending."""
         return bool(self.tiers.pending())
 
-    def observe_compute(self, tokens: int, seconds: float) -> None:
-        """Learn from a prefill of `tokens` that took `seconds`, which a load has to beat."""
-        self.tiers.transfers.cost.computed(tokens, seconds)
-
     def limit_host(self, tenant: TenantId, nbytes: int | None) -> None:
         """Limit the host bytes of a tenant from its next copy on, in whole blocks; None is no limit.
 

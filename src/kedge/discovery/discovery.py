@@ -13,7 +13,7 @@ from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.report import PlainTotals, Served
 from kedge.discovery.runs import FoundRun, FoundRuns, TextsOfRuns
 from kedge.discovery.templates import Example, Filled, Occurrence, PromptTemplate, Slot, answers_of, is_answer, learn
-from kedge.policies.fixed_prompts import SharedHeads
+from kedge.policies.fixed_prompts import MAX_BLOCKS, SharedHeads
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of
 from kedge.types import AgentId, RequestId, RunId, SampleId, Segment, ValueKind, WorkflowId
@@ -134,7 +134,7 @@ class Discovery:
     """
 
     def __init__(self) -> None:
-        self._heads, self.texts = SharedHeads(), KnownTexts()
+        self._heads, self.texts = SharedHeads(MAX_BLOCKS), KnownTexts()
         self.runs, self.totals = FoundRuns(), PlainTotals()
         self._agents, self._reviews = FoundAgents(), TemplateReviews(self.texts)
         self.agents: Mapping[AgentId, FoundAgent] = self._agents.by_id

@@ -5,6 +5,7 @@ An explicit marker says it. Without one, what prompts begin with in common does.
 
 from collections.abc import Hashable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from kedge.structures.bounded import BoundedDict
 from kedge.types import GenerateRequest
@@ -17,7 +18,7 @@ MAX_LENGTH = 2048
 """Blocks of a prompt that are looked at"""
 
 
-class SharedHeads:
+class SharedHeads(BoundedDict[Any, tuple[Hashable, ...]]):
     """The blocks that prompts begin with, each with the blocks that came after it. One thread owns it.
 
     Beginnings are hashed block by block. A block is the end of a fixed prompt as soon as new prompts went on from it in
@@ -25,16 +26,12 @@ class SharedHeads:
     in one way, so long histories make no fixed prompts.
     """
 
-    def __init__(self, capacity: int = MAX_BLOCKS) -> None:
-        self._after: BoundedDict[Hashable, set[Hashable]] = BoundedDict(capacity)
-
     def observe(self, chain: Sequence[Hashable], rest: Hashable) -> None:
         """Take note of a prompt: the hashes of its full blocks, each of all up to its end, and one of what is left."""
         chain = chain[:MAX_LENGTH]
         for block, after in pairwise((*chain, rest)):
-            known = self._after.use(block, set)
-            if len(known) < WAYS:
-                known.add(after)
+            known = self.get(block, ())
+            self[block] = known if after in known or len(known) >= WAYS else (*known, after)
 
     def find(self, chain: Sequence[Hashable]) -> list[int]:
         """Return the numbers, from 0 on, of the blocks of a prompt that are ends of fixed prompts, the last one first.
@@ -45,7 +42,7 @@ class SharedHeads:
 
     def is_head(self, block: Hashable) -> bool:
         """Return whether a block is the end of a fixed prompt."""
-        return len(self._after.get(block, ())) >= WAYS
+        return len(self.get(block, ())) >= WAYS
 
 
 class FixedLengths:
@@ -54,7 +51,7 @@ class FixedLengths:
     def __init__(self, block_size: int) -> None:
         """Begin with nothing known, for prompts that are hashed in blocks of `block_size` tokens."""
         self._block_size = block_size
-        self._heads = SharedHeads()
+        self._heads = SharedHeads(MAX_BLOCKS, owner=lambda one: one[0].tenant)
 
     def of(self, request: GenerateRequest, chain: Sequence[Hashable]) -> int | None:
         """Return the length that the request states, else up to the last block from which prompts of its namespace went

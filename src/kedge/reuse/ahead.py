@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 from kedge.reuse.costs import MAX_PENDING
 from kedge.reuse.layout import known_segments, next_stop, plan_key
 from kedge.reuse.planner import Draft
-from kedge.structures.bounded import of_largest
+from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, GenerateRequest, ReuseMode, RunKey, SampleId, Tokens
 
 
@@ -72,7 +72,9 @@ class ExpectedPrompts(Generic[P]):
     """All expected prompts of an engine, one of each agent in its run. Subclasses draft them."""
 
     def __init__(self) -> None:
-        self.expected: dict[AgentKey, P] = {}
+        self.expected: BoundedDict[AgentKey, P] = BoundedDict(
+            MAX_PENDING, lambda _, one: self.drop(one, Ended.CANCELLED), owner=lambda one: one.namespace.tenant
+        )
         """The prompts that no request has claimed, oldest hint first."""
 
     def __len__(self) -> int:
@@ -104,8 +106,6 @@ class ExpectedPrompts(Generic[P]):
             self.drop(old, Ended.WASTED)
         if new := self.begin(request):
             self.expected[request.agent_key] = new
-        if len(self.expected) > MAX_PENDING:
-            self.drop(of_largest(self.expected.values(), lambda one: one.request.tenant), Ended.CANCELLED)
 
     def claim(self, request: GenerateRequest) -> P | None:
         """Return the prompt that fits an arrived request, or None; it is expected no longer.

@@ -52,7 +52,8 @@ class LinearCost:
         size = len(prior)
         self._squares = np.zeros((size, size))
         self._sums = np.zeros(size)
-        self._seconds = list(map(float, prior))
+        self.coefficients = list(map(float, prior))
+        """Seconds for each feature"""
         self._observed = 0
         self._is_settled = False
         self._next_fit = 1
@@ -66,30 +67,26 @@ class LinearCost:
         self._recent.append((counts, seconds))
         self._observed += 1
         if self._observed >= self._next_fit:
-            self._seconds = self._fit()
+            self.coefficients = self._fit()
             self._next_fit = self._observed + (1 if self._observed < REFIT else REFIT)
 
     def settle(self) -> None:
         """Use the observations so far, made by deliberate measurement, as the prior of all later fits."""
         if self._observed:
-            self._seconds = self._fit()
-            self._prior = np.array(self._seconds)
+            self.coefficients = self._fit()
+            self._prior = np.array(self.coefficients)
             self._ridge, self._is_settled = SETTLED_RIDGE, True
 
     def relax(self, rest: float = 0.9995) -> None:
         """Go a little towards the prior, until the next fit. For work that is observed only where its cost seems low:
         where it was slow for once, as on a busy machine, it would never be done again.
         """
-        self._seconds = [one + rest * (now - one) for one, now in zip(self._prior.tolist(), self._seconds, strict=True)]
+        pairs = zip(self._prior.tolist(), self.coefficients, strict=True)
+        self.coefficients = [one + rest * (now - one) for one, now in pairs]
 
     def of(self, counts: Sequence[float]) -> float:
         """Return the expected seconds of work with these counts."""
-        return sum(map(mul, self._seconds, counts))
-
-    @property
-    def coefficients(self) -> list[float]:
-        """Seconds for each feature."""
-        return list(self._seconds)
+        return sum(map(mul, self.coefficients, counts))
 
     def _fit(self) -> list[float]:
         """Solve the ridge regression around the prior; negative coefficients become 0."""

@@ -179,7 +179,7 @@ class VirtualEngine:
         if not policy.prefetch:
             self.cache.prefetcher.window = -1
         self.sessions = SessionCaching(self.cache, is_kedge, lambda: self.now)
-        self.cache.observe_compute(SIZES.fixed, PREFILL)
+        self.cache.tiers.transfers.cost.computed(SIZES.fixed, PREFILL)
         self.progress = RunProgress(self.flow.graph, self.flow.run, ForecastBoard())
         self.sessions.on_forecast(hints(self.progress.begin(0.0)))
 

@@ -1,22 +1,18 @@
 """Which session a request continues."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.policies.sessions.turns import SessionLinks
+from kedge.policies.sessions.turns import Chain, SessionLinks
+from kedge.structures.prefixes import chain_of
 from kedge.types import Namespace
 
 HERE, THERE, HERE_TOO = Namespace("a", ""), Namespace("b", ""), Namespace("a", "salt")
 
 
-def chain(*blocks: int) -> list[int]:
+def chain(*blocks: int) -> Chain:
     """Prefix hashes of blocks."""
-    hashes, before = [], 0
-    for block in blocks:
-        before = hash((before, block))
-        hashes.append(before)
-    return hashes
+    return chain_of(blocks, 1)
 
 
 def test_a_longer_prompt_continues_the_shorter_one_and_of_two_the_longer() -> None:
@@ -59,14 +55,6 @@ def test_no_session_shares_more_with_others_than_is_returned(prompts: list[list[
         bound = links.begin(HERE, chain(*blocks))
         assert shared <= bound <= max(0, 2 * shared - 1)
         before.append(blocks)
-
-
-def test_beginnings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kedge.policies.sessions.turns.MAX_BLOCKS", 4)
-    links = SessionLinks()
-    for number in range(10):
-        links.begin(HERE, chain(number, number))
-    assert len(links._beginnings) == 4 and links.begin(HERE, chain(9, 9)) == 2
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 2), max_size=6), st.booleans())))

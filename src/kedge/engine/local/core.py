@@ -149,7 +149,7 @@ class EngineCore:
         tokens, seconds = sum(len(item.positions) for item in work), time.monotonic() - began
         self.parts.costs.observe_pass(tokens, len(work), seconds)
         if tokens >= FEW:  # the fixed cost dominates smaller ones
-            self.parts.cache.observe_compute(tokens, seconds)
+            self.parts.cache.tiers.transfers.cost.computed(tokens, seconds)
         return None
 
     def _refuted(self, sequences: Iterable[Sequence]) -> list[RequestSequence]:

@@ -56,7 +56,9 @@ class _Survival:
 
     def __init__(self) -> None:
         self.exposed, self.returned = [0.0] * len(EDGES), [0.0] * len(EDGES)
-        self.seen = 0.0
+        self.seen = self.expires = 0.0
+        self.rates: list[float] = []
+        """Its values by bin, which are outdated from as many observations on as `expires`"""
 
     def observe(self, at: int, returned: bool) -> None:
         self.exposed[at] += 0.5
@@ -89,8 +91,6 @@ class ReturnTimes:
 
     def __init__(self) -> None:
         self._classes: BoundedDict[Kind, _Survival] = BoundedDict()
-        self._rates: BoundedDict[Kind, tuple[list[float], float]] = BoundedDict()
-        """The values of a class by bin, and the observations of it from which on they are outdated"""
 
     def begin(self, kind: Kind) -> None:
         """Count a session of class `kind` that is idle from now on."""
@@ -111,17 +111,15 @@ class ReturnTimes:
         It is the greatest P(return within t | idle so far) per expected second of holding, over all t (as in Gittins'
         index), in 1/s.
         """
-        own = self._classes.get(kind)
-        seen = own.seen if own else 0.0
-        rates, expires = self._rates.get(kind, ([], 0.0))
-        if seen >= expires:
+        own = self._classes.use(kind, _Survival)
+        if own.seen >= own.expires:
             shares = [PRIOR] * len(EDGES)
             for depth in range(len(kind) + 1):
                 if survival := self._classes.get(kind[:depth]):
                     shares = survival.shares(shares)
-            rates = [best_rate(shares, start) for start in range(len(EDGES))]
-            self._rates[kind] = rates, REFRESH * seen + 8
-        return rates[at]
+            own.rates = [best_rate(shares, start) for start in range(len(EDGES))]
+            own.expires = REFRESH * own.seen + 8
+        return own.rates[at]
 
 
 def best_rate(shares: Sequence[float], start: int) -> float:
@@ -191,11 +189,6 @@ class _Session:
         """Mean of its last idle times after alike answers, on a logarithmic scale; -1 before the first."""
         gaps = self.gaps.get(self.ending)
         return min(7, int(sum(math.log2(1 + gap) for gap in gaps) / len(gaps))) if gaps else -1
-
-    @property
-    def is_done(self) -> bool:
-        """Whether its client said that it is not needed any more."""
-        return self.due == math.inf if self.due is not None else self.keep_for == 0
 
 
 class SessionTracker:
@@ -343,7 +336,7 @@ class SessionTracker:
 
     def _look(self, session: _Session, now: float) -> None:
         """Rank an idle session, and set the time at which it is ranked again."""
-        if session.is_done:
+        if session.due == math.inf or (session.due is None and session.keep_for == 0):  # its client needs it no more
             self._rank(session, math.inf)
         elif session.due is not None:
             left = abs(session.due - now)
