@@ -27,6 +27,9 @@ class AnchorPool:
         """Least recently observed first"""
         self._capacity, self._max_sites = capacity, max_sites
         self._blocks: BoundedDict[tuple[AnchorId, ...], KeyBlock] = BoundedDict(blocks)
+        self._nbytes: int | None = None
+        """None where they have changed: after each observation the store asks all pools"""
+        self._is_packed = False
 
     def find(self, query: Query) -> Anchor | None:
         """Return the anchor that equals this value, or None."""
@@ -34,6 +37,8 @@ class AnchorPool:
 
     def block(self, ids: tuple[AnchorId, ...]) -> KeyBlock:
         """Return the key vectors of these anchors."""
+        if ids not in self._blocks:
+            self._nbytes = None
         return self._blocks.use(ids, lambda: KeyBlock([self.anchors[i] for i in ids]))
 
     def add(self, site: PlaceholderSite, offsets: SiteOffsets, anchor: Anchor, observed: Observation) -> None:
@@ -41,6 +46,7 @@ class AnchorPool:
 
         A site that knows the anchor keeps its old observation. A full pool then drops an anchor.
         """
+        self._nbytes, self._is_packed = None, False
         if anchor.id not in offsets.anchors:
             offsets.put(anchor.id, observed)
         self.anchors.setdefault(anchor.id, anchor)
@@ -52,6 +58,7 @@ class AnchorPool:
         """Take over anchors and sites of another pool of this placeholder, in its order, and drop what exceeds the
         bounds.
         """
+        self._nbytes, self._is_packed = None, False
         self.anchors.update((anchor.id, anchor) for anchor in anchors)
         self.sites.update(sites)
         self._bound()
@@ -65,11 +72,6 @@ class AnchorPool:
             for anchor in self.anchors.keys() - held:
                 self.drop(anchor)
 
-    @property
-    def full(self) -> bool:
-        """Whether another anchor displaces one."""
-        return len(self.anchors) >= self._capacity
-
     def victim(self, keep: AnchorId | None = None) -> AnchorId:
         """Return the least used of the earliest anchors, the earlier of equals; `keep` only if there is no other."""
         others = (a for a in self.anchors.values() if a.id != keep)
@@ -82,6 +84,15 @@ class AnchorPool:
             offsets.drop(anchor)
         del self.anchors[anchor]
         self._blocks.clear()
+        self._nbytes, self._is_packed = None, False
+
+    def pack(self) -> bool:
+        """Give back what dropped rows take. Returns whether any did."""
+        loose = () if self._is_packed else [one for one in self.tables if len(one.arena) > one.live]
+        for table in loose:
+            table.pack()
+        self._nbytes, self._is_packed = None if loose else self._nbytes, True
+        return bool(loose)
 
     def hit(self, anchors: Iterable[AnchorId]) -> None:
         """Count one use of these anchors; ignores those that were dropped in the meantime."""
@@ -96,12 +107,17 @@ class AnchorPool:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of offsets, of key vectors, and of the blocks made of these."""
-        keys = sum(a.keys.nbytes for a in self.anchors.values()) + sum(b.nbytes for b in self._blocks.values())
-        return keys + sum(offsets.nbytes for offsets in self.sites.values())
+        """Return the bytes of offsets, dropped rows included, of key vectors, and of the blocks made of these."""
+        if self._nbytes is None:
+            tensors = [*(one.keys for one in self.anchors.values()), *(one.arena for one in self.tables)]
+            self._nbytes = sum(one.nbytes for one in tensors) + sum(one.nbytes for one in self._blocks.values())
+        return self._nbytes
 
     def check_integrity(self) -> None:
-        """Raise `PlanError` where the pool is too large, or its sites hold other anchors than it does."""
+        """Raise `PlanError` where the pool is too large or counts wrong bytes, or its sites hold other anchors."""
+        counted, self._nbytes = self.nbytes, None
+        if counted != self.nbytes:
+            raise PlanError("nbytes", counted, f"it has {self.nbytes}")
         if len(self.anchors) > self._capacity or len(self.sites) > self._max_sites:
             raise PlanError("pool", (len(self.anchors), len(self.sites)), "more anchors or sites than allowed")
         held = {anchor for offsets in self.sites.values() for anchor in offsets.anchors}

@@ -165,7 +165,7 @@ class Restored:
         anchors = [Anchor(AnchorId(one), tuple(ts.tolist()), ks, hit) for one, hit, ts, ks in parts]
         of_ids = dict(zip(ids, lengths, strict=True))
         sites = dict(self._site(record, number, data, of_ids) for number, data in enumerate(record.data["slots"]))
-        pool = self._anchors.empty_pool()
+        pool = AnchorPool(self._anchors.config.capacity)
         pool.adopt(anchors, sites)
         pool.check_integrity()
         return pool

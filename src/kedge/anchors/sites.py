@@ -69,11 +69,6 @@ class SiteOffsets:
         """
         return tuple(sorted(self.value.anchors))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tables' arenas, dropped rows included."""
-        return sum(table.arena.nbytes for table in self.tables)
-
     def check_integrity(self) -> None:
         """Raise `PlanError` where a table is unsound, the two hold different anchors, or the calibration is of another
         prefix segment.

@@ -64,10 +64,8 @@ class AnchorStore:
         self._proposals: BoundedDict[Hashable, tuple[Proposal, int | None]] = BoundedDict(remembered)
         """Matches of values, each computed once for all agents that read the value"""
         self.pools: BoundedDict[PoolKey, AnchorPool] = BoundedDict(max_pools, owner=attrgetter("namespace.tenant"))
-        self.limits: dict[TenantId, int | None] = {}
-        """The most bytes that a tenant may hold; None is no limit"""
-        self._others: int | None = None
-        """The limit of tenants without one of their own"""
+        self.limits: dict[TenantId | None, int | None] = {}
+        """The most bytes that a tenant may hold, of None each that has none of its own; None is no limit"""
         self._ids = count()
         self._observed = self._used = 0
         self.waited = 0.0
@@ -175,18 +173,18 @@ class AnchorStore:
         if not sample.tokens:
             return
         observed = Observation.measure(sample.base, real_value, base_prefix, real_prefix)
-        pool = self.pools.get(sample.pool) or self.empty_pool()
+        pool = self.pools.get(sample.pool) or AnchorPool(self.config.capacity)
         offsets = pool.sites.get(site) or SiteOffsets(sample.base, len(observed.prefix))
         query = self._query(sample)
         anchor = pool.find(query) or Anchor(AnchorId(next(self._ids)), query.tokens, query.keys)
         calibration = self._calibrated(pool, offsets, anchor, sample, observed)
-        has_room = anchor.id in pool.anchors or not pool.full
+        has_room = anchor.id in pool.anchors or len(pool.anchors) < self.config.capacity
         if has_room or not self.estimate(site, sample).shareable:
             pool.add(site, offsets, anchor, observed)
         pool.sites[site].calibration = calibration
         self.pools[sample.pool] = pool
         self._observed += 1
-        self._bound_tenant(sample.pool.namespace.tenant, anchor.id)
+        self._bound(sample.pool.namespace.tenant, anchor.id)
         self._fit(self.config.max_bytes, anchor.id)
 
     def _calibrated(
@@ -201,24 +199,16 @@ class AnchorStore:
 
     # bounds ---------------------------------------------------------------------------------------------------
 
-    def limit(self, tenant: TenantId, nbytes: int | None) -> None:
-        """Limit the bytes that a tenant may hold in all its namespaces together, from now on; None is no limit."""
+    def limit(self, tenant: TenantId | None, nbytes: int | None) -> None:
+        """Limit the bytes that a tenant may hold in all its namespaces, or (None) each without a limit of its own."""
         self.limits[tenant] = nbytes
-        self._bound_tenant(tenant)
+        self._bound()
 
-    def limit_others(self, nbytes: int | None) -> None:
-        """Limit what each tenant without a limit of its own may hold, from now on."""
-        self._others = nbytes
-        self._bound_tenants()
-
-    def _bound_tenant(self, tenant: TenantId, keep: AnchorId | None = None) -> None:
-        """Drop anchors of a tenant until it is within its limit, and none of others."""
-        if (limit := self.limits.get(tenant, self._others)) is not None:
-            self._fit(limit, keep, tenant)
-
-    def _bound_tenants(self) -> None:
-        for tenant in {key.namespace.tenant for key in self.pools}:
-            self._bound_tenant(tenant)
+    def _bound(self, tenant: TenantId | None = None, keep: AnchorId | None = None) -> None:
+        """Drop anchors of a tenant, or of each, until it is within its limit, and none of others."""
+        for one in [tenant] if tenant else {key.namespace.tenant for key in self.pools}:
+            if (limit := self.limits.get(one, self.limits.get(None))) is not None:
+                self._fit(limit, keep, one)
 
     def _fit(self, most: int, keep: AnchorId | None, tenant: TenantId | None = None) -> None:
         """Until all pools, or those of a tenant, hold at most so many bytes, pack them, then drop the least used of the
@@ -228,10 +218,7 @@ class AnchorStore:
             pools = {key: pool for key, pool in self.pools.items() if tenant in (None, key.namespace.tenant)}
             if sum(pool.nbytes for pool in pools.values()) <= most:
                 return
-            tables = [table for pool in pools.values() for table in pool.tables if len(table.arena) > table.live]
-            for table in tables:
-                table.pack()
-            if tables:
+            if any(pool.pack() for pool in pools.values()):
                 continue
             candidates = ((key, pool.anchors[pool.victim(keep)]) for key, pool in pools.items())
             key, anchor = min(candidates, key=lambda c: (c[1].id == keep, c[1].hits, c[1].id))
@@ -241,10 +228,6 @@ class AnchorStore:
 
     # all of it ------------------------------------------------------------------------------------------------
 
-    def empty_pool(self) -> AnchorPool:
-        """Return a pool with this store's bounds that is not part of it."""
-        return AnchorPool(self.config.capacity)
-
     def adopt(self, pools: Mapping[PoolKey, AnchorPool]) -> None:
         """Replace all pools by these, in the order of their last use, within the store's bounds."""
         self.clear()
@@ -252,14 +235,13 @@ class AnchorStore:
         for key, pool in pools.items():
             if pool.anchors:
                 self.pools[key] = pool
-        self._bound_tenants()
+        self._bound()
         self._fit(self.config.max_bytes, max((i for pool in self.pools.values() for i in pool.anchors), default=None))
 
     def clear(self) -> None:
         """Forget all anchors."""
-        self.pools.clear()
-        self._queries.clear()
-        self._proposals.clear()
+        for found in (self.pools, self._queries, self._proposals):
+            found.clear()
 
     def stats(self) -> AnchorStats:
         """Return a snapshot of the figures."""

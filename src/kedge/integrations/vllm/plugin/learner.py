@@ -121,10 +121,7 @@ class Learner:
         self.anchors = AnchorStore(settings.anchors)
         self.bases = BaseStore(settings.anchors.max_base_bytes, pages.bytes_per_token)
         for tenant, quota in settings.quotas.items():
-            if tenant == OTHERS:
-                self.anchors.limit_others(quota.anchor_bytes)
-            else:
-                self.anchors.limit(TenantId(tenant), quota.anchor_bytes)
+            self.anchors.limit(None if tenant == OTHERS else TenantId(tenant), quota.anchor_bytes)
         self._runtime = Runtime(self.anchors, self.bases, settings.planner, None, costs)
         self.pages, self._costs, self._translate_into = pages, costs, translate_into(pages)
         # Without the time in which a pass under way was waited for: the device was at work then anyway.
