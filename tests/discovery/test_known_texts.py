@@ -1,5 +1,6 @@
 """Known texts are found in prompts, as they are or with their ends joined with what is around them."""
 
+import tracemalloc
 from random import Random
 
 import pytest
@@ -66,9 +67,20 @@ def test_memory_is_bounded_and_what_was_forgotten_is_no_answer(puts: list[tuple[
         texts = KnownTexts()
         for first, size, is_answer in puts:
             texts.put(known(*range(first, first + size), sample=SAMPLE if is_answer else None))
-            assert texts.nbytes == sum(map(len, texts._texts)) <= 400
+            assert texts.nbytes == sum(one.nbytes for one in texts._texts.values()) <= 400
             answers = [one for one in texts._texts.values() if one.sample]
             assert len(texts._answers) <= 3 * len(answers)
+
+
+def test_the_bytes_that_are_counted_are_those_that_are_taken() -> None:
+    texts, rng = KnownTexts(), Random(0)
+    answers = [rng.choices(range(10_000, 90_000), k=4000) for _ in range(40)]
+    tracemalloc.start()
+    for number, tokens in enumerate(answers):
+        texts.put(known(*tokens, sample=sample(str(number))))
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.9 * taken < texts.nbytes < 1.1 * taken
 
 
 def test_an_answer_that_another_repeats_is_called_by_who_had_it_first() -> None:
@@ -105,9 +117,9 @@ def test_a_common_opening_does_not_make_a_prompt_expensive(monkeypatch: pytest.M
     text = pack((*answers[2], *answers[5]))
     assert [*index.find(text)] == [sample("5"), sample("2")]
     openings = pack([token for answer in answers for token in answer[:6]])
-    assert len([*index._candidates(unpack(openings))]) == 64, "every answer at every opening"
+    assert len([*index._candidates(openings)]) == 64, "every answer at every opening"
     monkeypatch.setattr("kedge.discovery.known_texts.MAX_SEARCHED", len(unpack(openings)))
-    compared = iter(index._candidates(unpack(openings)))
+    compared = iter(index._candidates(openings))
     monkeypatch.setattr(index, "_candidates", lambda _: compared)
     assert [*index.find(openings)] == [] and len([*compared]) == 64 - 48
 

@@ -10,7 +10,7 @@ from kedge.discovery import token_bytes
 from kedge.discovery.bounds import LEAST_TOKENS, MAX_BYTES
 from kedge.discovery.templates import Occurrence
 from kedge.structures.bounded import BoundedDict
-from kedge.types import SampleId, Tokens
+from kedge.types import SampleId
 
 LOOSE = 2
 """Tokens at either end of a text that a tokenizer may have joined with what is around it"""
@@ -26,58 +26,55 @@ class AnswerIndex:
     """
 
     def __init__(self) -> None:
-        self._answers: dict[Tokens, dict[Tokens, SampleId]] = {}
+        self._answers: dict[bytes, dict[bytes, SampleId]] = {}
         """By what they start with, then by all of them"""
         self._firsts: Counter[int] = Counter()
         """How many starts begin with a token: most tokens of a prompt are passed over by this alone"""
 
     def put(self, answer: bytes, sample: SampleId) -> None:
         """Remember a packed answer of at least `LEAST_TOKENS` tokens."""
-        inner = _inner(answer)
-        start = inner[:START]
+        start, inner = _middle(answer)
         if start not in self._answers:
-            self._firsts[start[0]] += 1
+            self._firsts.update(token_bytes.unpack(start)[:1])
         self._answers.setdefault(start, {})[inner] = sample
 
     def drop(self, answer: bytes, sample: SampleId) -> None:
         """Forget an answer, unless a later one is equal."""
-        inner = _inner(answer)
-        start = inner[:START]
+        start, inner = _middle(answer)
         known = self._answers.get(start, {})
         if known.get(inner) != sample:
             return
         del known[inner]
         if not known:
             del self._answers[start]
-            self._firsts[start[0]] -= 1
-            if not self._firsts[start[0]]:
-                del self._firsts[start[0]]
+            self._firsts -= Counter(token_bytes.unpack(start)[:1])
 
     def equal(self, answer: bytes) -> SampleId | None:
         """Return the known answer that is equal to a packed one but for what a tokenizer may have joined with other
         text at their ends.
         """
-        inner = _inner(answer)
-        return self._answers.get(inner[:START], {}).get(inner)
+        start, inner = _middle(answer)
+        return self._answers.get(start, {}).get(inner)
 
     def find(self, prompt: bytes) -> Iterator[SampleId]:
         """Yield the answers in a packed prompt, the last one first, of those that begin alike the latest."""
-        tokens = token_bytes.unpack(prompt)[-MAX_SEARCHED:]
-        for at, inner, sample in islice(self._candidates(tokens), MAX_SEARCHED):
-            end = at + len(inner)
-            if end <= len(tokens) and tokens[end - 1] == inner[-1] and tokens[at:end] == inner:
+        prompt = prompt[-MAX_SEARCHED * token_bytes.WIDTH :]
+        for at, inner, sample in islice(self._candidates(prompt), MAX_SEARCHED):
+            if prompt.startswith(inner, at * token_bytes.WIDTH):
                 yield sample
 
-    def _candidates(self, tokens: Tokens) -> Iterator[tuple[int, Tokens, SampleId]]:
+    def _candidates(self, prompt: bytes) -> Iterator[tuple[int, bytes, SampleId]]:
         """Yield the places at which a known answer may begin, with that answer."""
         firsts = self._firsts
-        for at in [at for at, token in enumerate(tokens) if token in firsts][::-1]:
-            for inner, sample in reversed(self._answers.get(tokens[at : at + START], {}).items()):
+        for at in [at for at, token in enumerate(token_bytes.unpack(prompt)) if token in firsts][::-1]:
+            for inner, sample in reversed(self._answers.get(token_bytes.cut(prompt, at, at + START), {}).items()):
                 yield at, inner, sample
 
 
-def _inner(answer: bytes) -> Tokens:
-    return token_bytes.unpack(token_bytes.cut(answer, LOOSE, token_bytes.size(answer) - LOOSE))
+def _middle(answer: bytes) -> tuple[bytes, bytes]:
+    """Return what is between the loose ends of an answer: its start, and all of it."""
+    inner = token_bytes.cut(answer, LOOSE, token_bytes.size(answer) - LOOSE)
+    return token_bytes.cut(inner, 0, START), inner
 
 
 MAX_SAYERS = 2
@@ -99,6 +96,11 @@ class KnownText:
         """What it is; "" where that is not known yet."""
         return next(filter(None, (label() for label in self.labels)), "")
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tokens: those of an answer are kept twice, once in the index."""
+        return len(self.tokens) * (2 if self.sample else 1)
+
     def after(self, other: Self) -> Self:
         """Return this answer, called first what an earlier one with the same text is: agents repeat each other."""
         return replace(self, labels=(*other.labels, *self.labels)[:MAX_SAYERS])
@@ -109,19 +111,18 @@ class KnownTexts:
 
     def __init__(self) -> None:
         self._texts: BoundedDict[bytes, KnownText] = BoundedDict(on_evicted=lambda _, text: self._drop(text))
-        self._answers: dict[bytes, SampleId] = {}
-        self.index = AnswerIndex()
-        self.nbytes = 0
-        """Bytes of the texts"""
+        self._answers: dict[int, SampleId] = {}
+        """By the hashes of what an answer may be in a prompt"""
+        self.index, self.nbytes = AnswerIndex(), 0
+        """Answers by what is in the middle of them; bytes of all texts"""
 
     def put(self, text: KnownText) -> None:
         """Remember a text, as what it was known as first: as a value until it is an answer."""
         if token_bytes.size(text.tokens) < LEAST_TOKENS:
             return
         known = self._texts.get(text.tokens)
-        if known is None:
-            self.nbytes += len(text.tokens)
         if text.sample or known is None:
+            self.nbytes += text.nbytes - (known.nbytes if known else 0)
             self._texts[text.tokens] = text.after(known) if known and known.sample else text
         if text.sample:
             self.index.put(text.tokens, text.sample)
@@ -131,7 +132,7 @@ class KnownTexts:
 
     def answer(self, tokens: bytes) -> SampleId | None:
         """Return the answer that these tokens are, but for the last few."""
-        return self._answers.get(tokens)
+        return self._answers.get(hash(tokens))
 
     def find(self, prompt: bytes, start: int) -> tuple[Occurrence, ...]:
         """Return where texts with a label occur in a packed prompt from token `start` on, the longest ones first come.
@@ -152,7 +153,7 @@ class KnownTexts:
                 yield Occurrence(*_whole(prompt, text.tokens, at), label)
 
     def _drop(self, text: KnownText) -> None:
-        self.nbytes -= len(text.tokens)
+        self.nbytes -= text.nbytes
         if text.sample:
             self.index.drop(text.tokens, text.sample)
         for head in _beginnings(text):
@@ -160,11 +161,11 @@ class KnownTexts:
                 del self._answers[head]
 
 
-def _beginnings(text: KnownText) -> Iterator[bytes]:
-    """Yield what an answer may be in a prompt: all of it, or without its last tokens."""
+def _beginnings(text: KnownText) -> Iterator[int]:
+    """Yield the hashes of what an answer may be in a prompt: all of it, or without its last tokens."""
     size = token_bytes.size(text.tokens)
     for less in range(LOOSE + 1) if text.sample else ():
-        yield token_bytes.cut(text.tokens, 0, size - less)
+        yield hash(token_bytes.cut(text.tokens, 0, size - less))
 
 
 def _whole(prompt: bytes, text: bytes, at: int) -> tuple[int, int]:
