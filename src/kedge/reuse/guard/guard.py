@@ -297,8 +297,8 @@ class QualityGuard:
             return self._proofs.of(request).note(budget, ALPHA)
 
     def _note(self, key: GuardKey, record: GuardRecord) -> GuardNote:
-        evidence = record.evidence
-        return GuardNote(key.placeholder, record.state, evidence.checks, evidence.changed, evidence.upper(record.alpha))
+        seen = record.evidence
+        return GuardNote(key.placeholder, record.state, seen.checks, seen.changed, seen.upper(seen.alpha))
 
     def stats(self, owns: Callable[[Namespace], bool] = lambda _: True) -> list[dict[str, object]]:
         """Return all records of the namespaces that `owns` picks as plain data, without their tenants, each with the

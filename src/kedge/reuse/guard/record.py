@@ -109,11 +109,21 @@ class ChangeEvidence:
 
     checks: int = 0
     changed: int = 0
+    restarts: int = 0
+    """Times that it began anew, or older comparisons were halved"""
 
-    def observe(self, changed: bool) -> None:
-        """Count one comparison."""
-        self.checks += 1
-        self.changed += changed
+    def observe(self, changed: bool, most: int = 1024) -> None:
+        """Count one comparison. Of more than `most` each counts half: else a fault shows the later, the longer all went
+        well. Powers of likelihood ratios below 1 have expectations of at most 1, so that is a valid test once more.
+        """
+        self.checks, self.changed = self.checks + 1, self.changed + changed
+        if self.checks > most:
+            self.checks, self.changed, self.restarts = self.checks // 2, self.changed // 2, self.restarts + 1
+
+    @property
+    def alpha(self) -> float:
+        """Probability with which it may be wrong since the last restart: those of all restarts add up to `ALPHA`."""
+        return ALPHA / ((self.restarts + 1) * (self.restarts + 2))
 
     @property
     def share(self) -> float:
@@ -164,9 +174,9 @@ class GuardRecord:
     change makes it suspect while more have changed than may: it is withheld, and every call is tried both ways until
     there is evidence for or against it. Evidence against it is a breach: its anchors are discarded as well.
 
-    Evidence restarts with every change of state but the one to `on`. So that all restarts together call an agent below
-    the limit a breach with probability `alpha` at most, and one above it `on`, the k-th of them (from 0) tests at
-    `alpha` / ((k + 1) (k + 2)), and the change that made it suspect, which has chosen the moment, is not counted again.
+    Evidence restarts with every change of state but the one to `on`. All restarts together call an agent below the
+    limit a breach with probability `ALPHA` at most, and one above it `on`. The change that made it suspect, which has
+    chosen the moment, is not counted again.
 
     It is saved but for what is usual of sentinel tokens, which is learned anew.
     """
@@ -180,7 +190,6 @@ class GuardRecord:
     suspicions: int = 0
     kl: float = 0.0
     """Largest mean divergence of any check since the last change of state, in nats"""
-    restarts: int = 0
     needed: int = 0
     """Trials in a row without a change by which it is translated again"""
     streak: int = 0
@@ -203,18 +212,13 @@ class GuardRecord:
         """Whether so few calls were translated that translated tokens are drawn as sentinels in each of them."""
         return self.calls < SETTLED
 
-    @property
-    def alpha(self) -> float:
-        """Probability with which the evidence since the last restart may be wrong."""
-        return _spent(ALPHA, self.restarts)
-
     def observe(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
         self.evidence.observe(seen.changed)
         self.kl = max(self.kl, seen.kl)
         if settings.max_changed == 1:
             self.state = GuardState.ON
-        elif self.evidence.exceeds(settings.max_changed, self.alpha):
+        elif self.evidence.exceeds(settings.max_changed, self.evidence.alpha):
             self._breach()
         elif self.withheld:
             self.streak = 0 if seen.changed else self.streak + 1
@@ -222,7 +226,7 @@ class GuardRecord:
                 self._restart(GuardState.CANARY)
         elif seen.changed and self.evidence.share > settings.max_changed:
             self._suspect(seen.kl)
-        elif self.evidence.is_below(settings.max_changed, self.alpha):
+        elif self.evidence.is_below(settings.max_changed, self.evidence.alpha):
             self.state = GuardState.ON
 
     def read_sentinels(self, settings: GuardSettings, *, refuted: bool) -> None:
@@ -230,7 +234,7 @@ class GuardRecord:
         are discarded once more readings do than answers may change: two by chance are far apart.
         """
         self.refutations.observe(refuted)
-        if refuted and self.refutations.exceeds(settings.max_changed, _spent(ALPHA, self.epoch)):
+        if refuted and self.refutations.exceeds(settings.max_changed, self.refutations.alpha):
             self._breach()
         elif refuted:
             self._suspect()
@@ -243,15 +247,10 @@ class GuardRecord:
     def _breach(self) -> None:
         self.epoch += 1
         self._restart(GuardState.SHADOW)
-        self.withheld, self.refutations = True, ChangeEvidence()
+        self.withheld, self.refutations = True, ChangeEvidence(restarts=self.refutations.restarts + 1)
         self.needed = TRIALS * 2 ** min(1 + self.epoch, 7)
 
     def _restart(self, state: GuardState) -> None:
-        self.state, self.evidence, self.withheld = state, ChangeEvidence(), False
+        self.evidence = ChangeEvidence(restarts=self.evidence.restarts + 1)
+        self.state, self.withheld = state, False
         self.kl, self.streak, self.calls = 0.0, 0, 0
-        self.restarts += 1
-
-
-def _spent(alpha: float, restarts: int) -> float:
-    """Return the part of `alpha` for the evidence after so many restarts; all parts add up to it."""
-    return alpha / ((restarts + 1) * (restarts + 2))
