@@ -242,7 +242,7 @@ class Forecasts:
 
     def __init__(self) -> None:
         self._runs: dict[RunKey, dict[AgentId, NextRun]] = {}
-        self._sent: BoundedDict[tuple[Namespace, str, AgentId], Tokens] = BoundedDict()
+        self._sent = BoundedDict[tuple[Namespace, str, AgentId], Tokens](owner=lambda one: one[0].tenant)
         """The fixed prompts that the plug-in has: a team's runs begin with the same ones"""
         self._seq = itertools.count()
 
@@ -286,7 +286,7 @@ class Driver(StatLoggerBase):
         self._generating: dict[RequestId, asyncio.Task[ReceiptData | None]] = {}
         self._serving: set[asyncio.Task[None]] = set()
         self.forecasts = Forecasts()
-        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict()
+        self._translated: BoundedDict[WorkflowAgent, bool] = BoundedDict(owner=lambda one: one.namespace.tenant)
         """Whether an agent's last prompt was translated"""
 
     async def start(self, arguments: Any) -> None:

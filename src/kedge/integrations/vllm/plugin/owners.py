@@ -54,7 +54,7 @@ class AgentPrompts:
         self._board = ForecastBoard(forecast_ttl)
         self._lengths = FixedLengths(block_size)
         self.prompts: dict[AgentKey, BlockHashes] = {}
-        self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict()
+        self._templates: BoundedDict[AgentTemplate, BlockHashes] = BoundedDict(owner=lambda one: one[0].tenant)
         self._template_of: dict[AgentKey, AgentTemplate] = {}
         self._pools: tuple[BlockPool, ...] = ()
         self._ignored_labels = 0
