@@ -33,7 +33,7 @@ from kedge.types import (
     Tokens,
     ValueKind,
 )
-from kedge.workflow.forecast import ForecastBoard, RunKey, RunProgress
+from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
 from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.spec import tool_name
 from kedge.workflow.step_graph import StepGraph
@@ -178,15 +178,13 @@ class RunLoop:
         with ThreadPoolExecutor(len(self.workflow.agents), "kedge-run") as pool:
             try:
                 begins = fixed_prompts(self.key, self.prompts.prompts)
-                self.engine.forecast(self.progress.begin(time.monotonic()), begins)
-                self._submit_ready(pool)
+                self._submit_ready(pool, self.progress.begin(time.monotonic()), begins)
                 while self.in_flight:
                     item = self.posted.get()
                     if isinstance(item, RunEvent):
                         self._notify(item)
                     else:
-                        self._take(item.result())
-                        self._submit_ready(pool)
+                        self._submit_ready(pool, self._take(item.result()))
             finally:
                 self.stopping.set()
                 with suppress(EngineClosed):  # it may be why the run ends
@@ -196,22 +194,26 @@ class RunLoop:
         results = tuple(self.results[step] for step in self.workflow.steps)
         return RunResult(self.key.run_id, results, (time.perf_counter() - started) * 1e3)
 
-    def _submit_ready(self, pool: ThreadPoolExecutor) -> None:
-        begun = self.results.keys() | self.in_flight.keys()
-        for step in self.workflow.steps:
-            if step not in begun and self.workflow.needs[step] <= self.results.keys():
-                stream, agent = self._submit(step), self.workflow.agent(step.agent)
-                pool.submit(self._read, step, agent, stream).add_done_callback(self.posted.put)
-                self._notify(RunEvent(EventKind.SUBMITTED, step.agent, step.turn, stream.request_id))
+    def _submit_ready(
+        self, pool: ThreadPoolExecutor, changes: Changes, fixed: Mapping[AgentKey, Tokens] = MappingProxyType({})
+    ) -> None:
+        """Submit what can start now, after one forecast of all that changed: an engine takes a message for each."""
+        begun, needs = self.results.keys() | self.in_flight.keys(), self.workflow.needs
+        ready = [step for step in self.workflow.steps if step not in begun and needs[step] <= self.results.keys()]
+        for step in ready:
+            changes = {**changes, **self.progress.started(step.agent, time.monotonic())}
+        self.engine.forecast(changes, fixed)
+        for step in ready:
+            stream, agent = self._submit(step), self.workflow.agent(step.agent)
+            pool.submit(self._read, step, agent, stream).add_done_callback(self.posted.put)
+            self._notify(RunEvent(EventKind.SUBMITTED, step.agent, step.turn, stream.request_id))
         begun |= self.in_flight.keys()
         for step in self.workflow.steps:  # the engine gets what is known of prompts that wait only for what is running
-            if step not in begun and self.workflow.needs[step] <= begun:
+            if step not in begun and needs[step] <= begun:
                 self.engine.prepare(self._request(step))
 
     def _submit(self, step: Step) -> Stream:
-        """Submit a step's request, after the forecast, which an engine may pass on with it."""
         request = self._request(step)
-        self.engine.forecast(self.progress.started(step.agent, time.monotonic()))
         try:
             stream = self.engine.submit(request)
         except KedgeError as error:
@@ -224,14 +226,15 @@ class RunLoop:
         reuse = self.workflow.agent(step.agent).reuse or self.reuse
         return self.prompts.request(step, reuse, produces=step.sample() if step in self.workflow.read_answers else None)
 
-    def _take(self, result: AgentResult) -> None:
+    def _take(self, result: AgentResult) -> Changes:
+        """Keep a result. Returns what it changes of the forecast."""
         step = Step(result.agent, result.turn)
         del self.in_flight[step]
         self.results[step] = result
-        self.engine.forecast(self.progress.finished(step.agent, time.monotonic()))
         self._remember(step.sample(), result.text, result.completion.tokens)
         if result.tool_result is not None:
             self._remember(step.sample(ValueKind.CONDITION), result.tool_result)
+        return self.progress.finished(step.agent, time.monotonic())
 
     def _remember(self, sample: SampleId, text: str, answer: Tokens = ()) -> None:
         self.memory[sample] = Remembered.read(sample, text, self.engine.tokenizer, answer)
