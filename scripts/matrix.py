@@ -30,7 +30,7 @@ PAGE, RESULTS = ROOT / "docs" / "reference" / "versions.md", ROOT / "benchmarks"
 BEGIN, END = "<!-- versions: written by scripts/matrix.py -->", "<!-- end of versions -->"
 AXES = {
     "vllm": ("0.31", "0.32", "0.33"),
-    "transformers": ("5.16", "5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23"),
+    "transformers": ("5.16", "5.17", "5.18", "5.19", "5.20", "5.21", "5.22", "5.23", "5.24"),
     "torch": ("2.11", "2.12", "2.13", "2.14", "2.15"),
     "python": ("3.11", "3.12", "3.13", "3.14"),
 }
