@@ -108,11 +108,11 @@ class TypedRoute(APIRoute):
 
         async def handle_read(request: Request) -> Response:
             service = request.app.state.service
-            tenant, most = service.authenticate(request), service.settings.max_body_bytes
+            tenant = service.authenticate(request)
             if request.method == "GET":
                 return await handle(request)
             try:
-                await read_body(request, body := bytearray(), most, tenant)
+                await read_body(request, body := bytearray(), tenant)
                 content = request._body = bytes(body)
                 if declared:
                     require_type(request, declared)
@@ -132,10 +132,12 @@ MAX_DRAINED = 16
 BODY_SECONDS = 60.0
 
 
-async def read_body(request: Request, body: bytearray, most: int, tenant: Tenant) -> None:
+async def read_body(request: Request, body: bytearray, tenant: Tenant) -> None:
     """Read the body. Raises `HTTPException` for one that is too large (413), too slow (408) or of two lengths (400),
-    `LimitReached` for more than the tenant may send at once, and `ClientDisconnect`.
+    `LimitReached` or `Overloaded` for more than the tenant, or all, may send at once, and `ClientDisconnect`.
     """
+    service = request.app.state.service
+    most = service.settings.max_body_bytes
     if "transfer-encoding" in request.headers and "content-length" in request.headers:
         raise HTTPException(400, "has two lengths")
     size = 0
@@ -144,7 +146,7 @@ async def read_body(request: Request, body: bytearray, most: int, tenant: Tenant
             async for chunk in request.stream():
                 size += len(chunk)
                 if len(body) <= most:
-                    tenant.receive(len(chunk), most)
+                    service.receive(tenant, len(chunk))
                     body += chunk
                 if size > MAX_DRAINED * most:
                     break

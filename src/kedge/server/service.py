@@ -77,6 +77,13 @@ class Service:
             tenant.give_back(count)
             raise Overloaded("max_in_flight", self.settings.max_in_flight, "the server has no room now")
 
+    def receive(self, tenant: Tenant, count: int) -> None:
+        """Count bytes of a tenant's body that have come. Raises `LimitReached`, or `Overloaded` for those of all."""
+        most = self.settings.max_in_flight * self.settings.max_body_bytes
+        if sum(one.body_bytes for one in self.keys.tenants) > most:
+            raise Overloaded("body", most, f"at most {most} bytes at once are read")
+        tenant.receive(count, self.settings.max_body_bytes)
+
     async def watch(self, every: float = 15.0, patience: float = 60.0) -> None:
         """Ask the engine for a sign of life while there is work. It answers between two steps."""
         while True:
