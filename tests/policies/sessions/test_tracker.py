@@ -130,11 +130,11 @@ def test_the_share_of_requests_that_sessions_come_back_with() -> None:
 # return times, against direct sums over known distributions -----------------------------------------------------------
 
 
-def idle(times: ReturnTimes, kind: tuple[str, ...], until: int) -> None:
-    """Let a session be idle into bin `until`."""
+def idle(times: ReturnTimes, kind: tuple[str, ...], until: int, *, returns: bool) -> None:
+    """Let a session be idle into bin `until`, where it stays or `returns`."""
     times.begin(kind)
-    for at in range(until):
-        times.observe(kind, at, returned=False)
+    for at in range(until + returns):
+        times.observe(kind, at, returned=at == until)
 
 
 @given(st.floats(0, 1e6))
@@ -153,9 +153,7 @@ def test_what_is_worth_most_is_by_how_many_alike_ones_returned_in_each_bin(
     """One that is still in a bin counts half there; where few are alike, it is as in a wider class."""
     times = ReturnTimes()
     for kind, end, returned in spells:
-        idle(times, kind, end)
-        if returned:
-            times.observe(kind, end, returned=True)
+        idle(times, kind, end, returns=returned)
     for kind in (*KINDS, ("tool", 3), ("new", 1)):
         shares = [PRIOR] * len(EDGES)
         for depth in range(3):
@@ -181,9 +179,9 @@ def test_the_best_rate_is_that_of_some_horizon_and_of_none_better(shares: list[f
 def test_what_is_old_is_forgotten_slowly() -> None:
     times, fast = ReturnTimes(), ("tool",)
     for gap in [1000.0] * 2000 + [2.0] * 8000:
-        idle(times, fast, bin_of(gap))
-        times.observe(fast, bin_of(gap), returned=True)
-    assert 1 / times.rate(fast, 0) < 10
+        idle(times, fast, bin_of(gap), returns=True)
+        rate = times.rate(fast, 0)
+    assert 1 / rate < 10
 
 
 def test_a_tenant_forgets_only_its_own_sessions() -> None:

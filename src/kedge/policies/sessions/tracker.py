@@ -68,7 +68,7 @@ class _Survival:
             self.exposed[at + 1] += 0.5
         self.seen += 1
         if self.seen > HALF_LIFE:
-            self.seen /= 2
+            self.seen, self.expires = self.seen / 2, self.expires / 2
             self.exposed = [count / 2 for count in self.exposed]
             self.returned = [count / 2 for count in self.returned]
 
