@@ -112,12 +112,12 @@ class ChangeEvidence:
     restarts: int = 0
     """Times that it began anew, or older comparisons were halved"""
 
-    def observe(self, changed: bool, most: int = 1024) -> None:
-        """Count one comparison. Of more than `most` each counts half: else a fault shows the later, the longer all went
-        well. Powers of likelihood ratios below 1 have expectations of at most 1, so that is a valid test once more.
+    def observe(self, changed: bool, is_proved: bool = True, most: int = 1024) -> None:
+        """Count one comparison. Once `is_proved`, of more than `most` each counts half: else a fault shows the later,
+        the longer all went well. Powers below 1 of likelihood ratios have expectations of at most 1: a valid test too.
         """
         self.checks, self.changed = self.checks + 1, self.changed + changed
-        if self.checks > most:
+        if is_proved and self.checks > most:
             self.checks, self.changed, self.restarts = self.checks // 2, self.changed // 2, self.restarts + 1
 
     @property
@@ -214,7 +214,7 @@ class GuardRecord:
 
     def observe(self, seen: DecisionComparison, settings: GuardSettings) -> None:
         """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
-        self.evidence.observe(seen.changed)
+        self.evidence.observe(seen.changed, self.state is GuardState.ON)
         self.kl = max(self.kl, seen.kl)
         if settings.max_changed == 1:
             self.state = GuardState.ON
