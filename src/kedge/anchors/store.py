@@ -206,7 +206,7 @@ class AnchorStore:
 
     def _bound(self, tenant: TenantId | None = None, keep: AnchorId | None = None) -> None:
         """Drop anchors of a tenant, or of each, until it is within its limit, and none of others."""
-        for one in [tenant] if tenant else {key.namespace.tenant for key in self.pools}:
+        for one in {tenant} if tenant is not None else {key.namespace.tenant for key in self.pools}:
             if (limit := self.limits.get(one, self.limits.get(None))) is not None:
                 self._fit(limit, keep, one)
 
