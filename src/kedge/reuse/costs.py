@@ -1,6 +1,6 @@
 """The costs of computing and translating on this machine: measured at the start, updated with every pass.
 
-The planner translates a segment where that is cheaper than computing it, and the scheduler shares a pass between
+The planner translates a segment where that is much cheaper than computing it, and the scheduler shares a pass between
 tenants by cost.
 """
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kedge.anchors.translator import Translation
 
 ALL_COMPUTED = Miss("*", "the log-probabilities of the prompt need all of it to be computed")
-CHEAPER = "computing it takes less time than translating it"
+CHEAPER = "translating it would save too little time"
 
 
 class Sentinel(NamedTuple):

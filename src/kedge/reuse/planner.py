@@ -323,7 +323,7 @@ class Planner:
             draft.sources[position] = Source.COMPUTED
 
     def pays(self, placed: Placed) -> bool:
-        """Return whether translating all of a value takes less time than computing it."""
+        """Return whether translating all of a value takes much less time than computing it."""
         return len(placed) > self.short and self._costs.translation_pays(len(placed), len(placed))
 
     def base_pays(self, placed: Placed, readers: float) -> bool:

@@ -132,7 +132,7 @@ class Runtime:
         return all(self.planner.has_base(request, one) for one in values if self.planner.pays(one))
 
     def pays(self, request: GenerateRequest) -> bool:
-        """Return whether a value of a prompt costs less to translate than to compute."""
+        """Return whether a value of a prompt costs much less to translate than to compute."""
         return bool(self._worth_translating(layout(request)))
 
     def learns(self, request: GenerateRequest) -> bool:

@@ -141,7 +141,7 @@ class PlannerSettings(SettingsSection):
     of the template alone. `never`: before that the whole prompt is computed, as in the paper."""
 
     by_cost: bool = True
-    """Compute what costs less to compute than to translate, as measured on this machine; else always translate."""
+    """Translate only what costs at least twice as much to compute, as measured on this machine; else always."""
 
 
 class PlannerConstants(PlannerSettings):
