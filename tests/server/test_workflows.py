@@ -73,8 +73,7 @@ def test_tools_only_where_they_are_allowed() -> None:
     flow = {"name": "t", "agents": [{"id": "a", "user": "x", "tool": "python"}]}
     with EchoEngine() as engine, serving(engine) as running:
         answer = running.http().post("/v1/workflows", json=flow)
-    assert answer.status_code == 400
-    assert "runs no tools" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "runs no tools" in answer.json()["error"]["message"]
 
 
 # runs -----------------------------------------------------------------------------------------------------------------
@@ -86,8 +85,10 @@ def test_a_streamed_run_tells_what_happens_as_it_happens(http: httpx.Client) -> 
     steps = ["run", "submitted", "answered", "submitted", "answered", "finished"]
     assert [name for name, _ in told if name != "text"] == steps
     assert "".join(data["text"] for name, data in told if name == "text" and data["agent"] == "last") == "the end"
-    assert told[-1][1]["answer"] == "the end"
-    assert told[-1][1]["agents"][0]["receipt"]["mode"] == "translate"
+    end = told[-1][1]
+    assert (end["answer"], end["agents"][0]["receipt"]["mode"]) == ("the end", "translate")
+    wrong = http.post("/v1/workflows/pair/runs", json={**QUESTION, "model": "gpt"}).json()["error"]
+    assert (wrong["param"], wrong["code"]) == ("model", None), "which is no model that was not found"
 
 
 def test_a_run_gives_what_kedge_run_gives(http: httpx.Client, served: Served) -> None:
@@ -101,10 +102,9 @@ def test_a_run_gives_what_kedge_run_gives(http: httpx.Client, served: Served) ->
     with EchoEngine(ANSWERS) as engine:
         direct = run(engine, build_workflow(flow), {"user_question": "print(6*7)"})
         assert [r.tokens for r in engine.requests] == [r.tokens for r in served.engine.requests]
+    told, done = over_http["agents"], direct.results
     assert over_http["answer"] == direct.text
-    assert [(one["text"], one["tool_result"]) for one in over_http["agents"]] == [
-        (one.text, one.tool_result) for one in direct.results
-    ]
+    assert [(one["text"], one["tool_result"]) for one in told] == [(one.text, one.tool_result) for one in done]
 
 
 def test_events_can_be_read_again_and_from_where_one_was(http: httpx.Client) -> None:
@@ -112,8 +112,7 @@ def test_events_can_be_read_again_and_from_where_one_was(http: httpx.Client) -> 
     path = http.post("/v1/workflows/pair/runs", json=QUESTION).json()["events"]
     whole = http.get(path).text
     assert http.get(path).text == whole
-    rest = http.get(path, headers={"Last-Event-ID": "3"}).text
-    assert events(rest)[1:] == events(whole)[5:]
+    assert events(http.get(path, headers={"Last-Event-ID": "3"}).text)[1:] == events(whole)[5:]
 
 
 def test_a_run_that_takes_all_places_leaves_some_to_ask_and_to_follow_it() -> None:
@@ -121,8 +120,7 @@ def test_a_run_that_takes_all_places_leaves_some_to_ask_and_to_follow_it() -> No
     with EchoEngine(delay_s=0.1) as engine, serving(engine, settings) as running, running.http() as http:
         register(http)
         run = http.post("/v1/workflows/pair/runs", json={"inputs": {"user_question": "x" * 999}}).json()
-        for path in ("/v1/guard", "/v1/dashboard/engine"):
-            assert http.get(path).status_code == 200
+        assert [http.get(path).status_code for path in ("/v1/guard", "/v1/dashboard/engine")] == [200, 200]
         with running.http() as other, other.stream("GET", run["events"]) as followed:
             assert (followed.status_code, http.get(run["events"]).status_code) == (200, 429)
         assert http.post(f"/v1/runs/{run['id']}/cancel").json()["status"] == "running"

@@ -327,8 +327,8 @@ class CallFailure:
         match error:
             case KedgeError():
                 status, code = next((status, code) for kind, status, code in KINDS if isinstance(error, kind))
-                names = {"model": "model_not_found", "previous_response_id": "previous_response_not_found"}
-                code = names.get(error.key, code)
+                own = {(404, "model"): "model_not_found", (400, "previous_response_id"): "previous_response_not_found"}
+                code = own.get((status, error.key), code)
                 notes = "; ".join(getattr(error, "__notes__", []))
                 reason = f"{error} ({notes})" if notes else str(error)
                 param = error.key if status in (400, 404) else None
