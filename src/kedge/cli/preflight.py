@@ -55,9 +55,8 @@ def require_packages(what: str, packages: Sequence[str], extra: str) -> None:
     """
     for package in packages:
         if not _is_installed(package):
-            raise ConfigError(
-                "package", package, f"{what} needs it, and it is not installed: pip install 'kedge[{extra}]'"
-            )
+            why = f"{what} needs it, and it is not installed: pip install 'kedge[{extra}]'"
+            raise ConfigError("package", package, why)
 
 
 def _is_installed(package: str) -> bool:

@@ -169,9 +169,8 @@ class GracefulServer(uvicorn.Server):
         self._service: Service = app.state.service
         patience = math.ceil(self._service.settings.grace) + MARGIN_SECONDS
         # of connections so many are accepted at once, and four times as many before the first of them can be cut
-        most = {"backlog": open_files() // 16, "timeout_graceful_shutdown": patience}
-        options = {"http": BoundedConnection, **most, **options}
-        super().__init__(uvicorn.Config(app, **options))
+        own = {"http": BoundedConnection, "backlog": open_files() // 16, "timeout_graceful_shutdown": patience}
+        super().__init__(uvicorn.Config(app, **{**own, **options}))
 
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):

@@ -4,6 +4,7 @@ import asyncio
 import re
 import resource
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
@@ -68,11 +69,13 @@ class HostCheck:
 
 def open_files(most: int = 1 << 15) -> int:
     """Return how many files the process may have open, at most `most`. Where a shell has set a lower limit than it
-    must, as 1,024, that is raised.
+    must, as 1,024, that is raised, unless the system refuses it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY != hard and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft := min(most, hard), hard))
+        with suppress(ValueError, OSError):  # of a sandbox, or where the kernel's own limit is below the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, hard), hard))
+            soft = min(most, hard)
     return most if soft == resource.RLIM_INFINITY else min(most, soft)
 
 

@@ -115,10 +115,9 @@ class KedgeMiddleware:
 
 async def _report(client: Any) -> Mapping[str, Any] | None:
     """Return the report of the first engine that answers."""
-    if client is None or not is_plugged(client.vllm_config):
-        return None
     with suppress(EngineClosed):
-        return next(iter(await ask(client.engine_core, "report")), None)
+        if client is not None and is_plugged(client.vllm_config):
+            return next(iter(await ask(client.engine_core, "report")), None)
     return None
 
 
