@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,14 +16,10 @@ from kedge.errors import ConfigError, ModelNotFound
 from tests.cli.commands import kedge
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> Any:
+def failing(error: Exception) -> Any:
     """The result of a command that raises."""
-
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(inspect, "show_traffic", fail)
-    return kedge("inspect", "--from-traffic", "http://x")
+    with patch.object(inspect, "show_traffic", side_effect=error):
+        return kedge("inspect", "--from-traffic", "http://x")
 
 
 def test_version() -> None:
@@ -32,18 +29,18 @@ def test_version() -> None:
     assert subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout == result.output
 
 
-def test_an_error_is_one_line_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_one_line_without_a_traceback() -> None:
     error = ConfigError("block_size", "x", "is\nno [number]")
     error.add_note("in kedge.toml")
-    result = failing(monkeypatch, error)
+    result = failing(error)
     assert result.exit_code == EXIT_BAD_INPUT
     assert result.stderr == "error: block_size='x': is no [number] (in kedge.toml)\n"
     assert result.stdout == ""
 
 
-def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_not_hidden() -> None:
     bug = ZeroDivisionError("a bug")
-    assert failing(monkeypatch, bug).exception is bug
+    assert failing(bug).exception is bug
 
 
 MAIN = """

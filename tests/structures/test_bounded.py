@@ -14,7 +14,10 @@ def test_an_owner_pushes_out_nothing_of_others() -> None:
 
     many: BoundedDict[int, None] = BoundedDict(512, owner=lambda key: key < 100)
     many.update(dict.fromkeys(range(513)))
-    assert [*many] == [*range(100), *range(103, 513)], "as all are looked at to find whose go, a few go at once"
+    assert [*many] == [*range(100), *range(103, 513)], "as all owners are looked at, a few go at once"
+    pair: BoundedDict[int, int] = BoundedDict(512, owner=lambda key: min(key, 511))
+    pair.update(zip(range(512), range(512), strict=True))
+    assert pair.use(512, lambda: 7) == 7 and 511 not in pair, "of an owner of two it is the older"
 
 
 @given(st.integers(1, 4), st.booleans(), st.lists(st.tuples(st.sampled_from("=upfc"), st.integers(0, 6))))
