@@ -323,7 +323,7 @@ class GenerateRequest:
 
     @property
     def fixed_length(self) -> int | None:
-        """How many leading tokens all calls of its agent share, as it says: `fixed`, else its first prefix segment."""
+        """Number of leading tokens stated to be fixed: `fixed`, else a first prefix segment before others."""
         if self.fixed is not None and 0 <= self.fixed <= self.prompt_tokens:
             return self.fixed
         first, *others = self.segments

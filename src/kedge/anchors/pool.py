@@ -28,7 +28,7 @@ class AnchorPool:
         self._capacity, self._max_sites = capacity, max_sites
         self._blocks: BoundedDict[tuple[AnchorId, ...], KeyBlock] = BoundedDict(blocks)
         self._nbytes: int | None = None
-        """None where they have changed: after each observation the store asks all pools"""
+        """Counted once and kept until something changes (None): the store asks all pools after each observation"""
         self._is_packed = False
 
     def find(self, query: Query) -> Anchor | None:

@@ -65,7 +65,7 @@ class AnchorStore:
         """Matches of values, each computed once for all agents that read the value"""
         self.pools: BoundedDict[PoolKey, AnchorPool] = BoundedDict(max_pools, owner=attrgetter("namespace.tenant"))
         self.limits: dict[TenantId | None, int | None] = {}
-        """The most bytes that a tenant may hold, of None each that has none of its own; None is no limit"""
+        """Most bytes of each tenant (None: no limit); under the key None, of each tenant without a limit of its own"""
         self._ids = count()
         self._observed = self._used = 0
         self.waited = 0.0

@@ -77,7 +77,7 @@ def require_free_port(host: str, port: int) -> None:
         try:
             socket.create_server(address, family=family).close()
         except OSError as error:
-            if error.errno == errno.EADDRINUSE or address is addresses[0][-1]:  # a name may have one of IPv6 in vain
+            if error.errno == errno.EADDRINUSE or address is addresses[0][-1]:  # IPv6 may be missing
                 why = f"cannot listen on {host}: {os.strerror(error.errno or 0)}"
                 raise ConfigError("server.port", port, why) from error
 

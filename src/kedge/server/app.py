@@ -168,7 +168,7 @@ class GracefulServer(uvicorn.Server):
         self._on_failure = on_failure
         self._service: Service = app.state.service
         patience = math.ceil(self._service.settings.grace) + MARGIN_SECONDS
-        # of connections so many are accepted at once, and four times as many before the first of them can be cut
+        # asyncio accepts a whole backlog at once, and up to four of them before it can cut a connection
         own = {"http": BoundedConnection, "backlog": open_files() // 16, "timeout_graceful_shutdown": patience}
         super().__init__(uvicorn.Config(app, **{**own, **options}))
 

@@ -68,19 +68,19 @@ class HostCheck:
 
 
 def open_files(most: int = 1 << 15) -> int:
-    """Return how many files the process may have open, at most `most`. Where a shell has set a lower limit than it
-    must, as 1,024, that is raised, unless the system refuses it.
+    """Raise the soft limit of open files to `most`, as far as the hard limit and the system allow it, and return how
+    many there may be, at most `most`. Shells often set it to 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY != hard and soft < most:
-        with suppress(ValueError, OSError):  # of a sandbox, or where the kernel's own limit is below the hard one
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, hard), hard))
-            soft = min(most, hard)
+    if soft != resource.RLIM_INFINITY != hard and soft < (room := min(most, hard)):
+        with suppress(ValueError, OSError):  # in a sandbox, or where the kernel allows less than the hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (room, hard))
+            soft = room
     return most if soft == resource.RLIM_INFINITY else min(most, soft)
 
 
 def most_connections() -> int:
-    """Return how many connections are kept. While the first that are too many are cut, others are accepted."""
+    """Return how many connections are kept: half of the files, as more are accepted before any can be cut."""
     return min(4096, open_files() // 2)
 
 

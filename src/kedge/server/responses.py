@@ -234,7 +234,7 @@ class ResponsesWriter(AnswerWriter):
     def failed(self, body: Mapping[str, Any]) -> Iterator[bytes]:
         if not self._events:
             yield self.begin()
-        error = {**body["error"], "code": body["error"]["code"] or "invalid_prompt"}  # Codex tries others again
+        error = {**body["error"], "code": body["error"]["code"] or "invalid_prompt"}  # Codex retries on any other code
         yield self._event("error", code=error["code"], message=error["message"], param=error["param"], error=error)
         yield self._event("response.failed", response={**self._response("failed"), "error": error})
 

@@ -188,7 +188,7 @@ class ServerRun:
     id: str = field(default_factory=lambda: f"run-{uuid.uuid4().hex}")
     status: RunStatus = RunStatus.RUNNING
     events: list[bytes] = field(default_factory=list)
-    """As they are streamed: as data, one for each token, they would take twice as much memory"""
+    """Server-sent events as they are streamed: kept as data, they would take twice the memory"""
     outcome: Mapping[str, Any] = field(default_factory=dict)
     """Its result or error, once it has ended"""
     in_flight: set[RequestId] = field(default_factory=set)

@@ -58,7 +58,7 @@ class _Survival:
         self.exposed, self.returned = [0.0] * len(EDGES), [0.0] * len(EDGES)
         self.seen = self.expires = 0.0
         self.rates: list[float] = []
-        """Its values by bin, which are outdated from as many observations on as `expires`"""
+        """Values by bin, computed anew once `seen` has reached `expires`"""
 
     def observe(self, at: int, returned: bool) -> None:
         self.exposed[at] += 0.5
@@ -336,7 +336,7 @@ class SessionTracker:
 
     def _look(self, session: _Session, now: float) -> None:
         """Rank an idle session, and set the time at which it is ranked again."""
-        if session.due == math.inf or (session.due is None and session.keep_for == 0):  # its client needs it no more
+        if session.due == math.inf or (session.due is None and session.keep_for == 0):  # its client said it is over
             self._rank(session, math.inf)
         elif session.due is not None:
             left = abs(session.due - now)

@@ -112,7 +112,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     refusal: str | None = None
-    """What the model has said in the place of its content"""
+    """The model's refusal to answer, instead of `content`"""
     name: str | None = None
     reasoning_content: str | None = None
     """The thought before the content, where a client has taken it out"""
