@@ -14,7 +14,6 @@ Those of a prompt cost its whole prefill; the receipt says so.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, Self
@@ -23,6 +22,7 @@ from kedge.engine.validation import require_advice
 from kedge.errors import ConfigError
 from kedge.hints.actions import ActionOutcome
 from kedge.policies.sessions import NO_SESSIONS, refused
+from kedge.settings import QuotaSettings
 from kedge.types import (
     Completion,
     GenerateRequest,
@@ -112,15 +112,6 @@ def spelled(tokenizer: Tokenizer, tokens: Tokens) -> str:
     return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
 
 
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """The limits of what one tenant may hold, in all its namespaces together; None is no limit."""
-
-    anchor_bytes: int | None = None
-    host_bytes: int | None = None
-    """Of the host tier"""
-
-
 class Engine(ABC):
     """The base of all engines; see the module's docstring for the contract.
 
@@ -198,11 +189,12 @@ class Engine(ABC):
         require_advice(namespace, hints)
         return refused(hints, NO_SESSIONS)
 
-    def limit(self, tenant: TenantId, quota: Quota) -> None:
-        """Limit what a tenant holds. A tenant over its quota loses its own data first, and never that of another
-        tenant. Raises `ConfigError` for a quota that the engine cannot enforce: by default, for any limit.
+    def limit(self, tenant: TenantId, quota: QuotaSettings) -> None:
+        """Limit what a tenant holds, in all its namespaces together. Over its quota it loses its own data first, and
+        never that of another tenant. Raises `ConfigError` for a quota that the engine cannot enforce: by default, for
+        any limit.
         """
-        if quota != Quota():
+        if quota != QuotaSettings():
             raise ConfigError("limits", tenant, f"{type(self).__name__} cannot bound what a tenant holds")
 
     def inspect(self) -> Mapping[str, Any]:

@@ -18,10 +18,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field
 
-from kedge.engine.base import Quota
 from kedge.errors import ConfigError, LimitReached, NotFound, Unauthenticated
 from kedge.server.client_runs import Registered
-from kedge.settings import LimitSettings, SettingsSection
+from kedge.settings import LimitSettings, QuotaSettings, SettingsSection
 from kedge.types import Namespace, TenantId
 
 OPERATOR, NAMES = "*", "must have 1 to 64 letters, digits, '_', '.' and '-'"
@@ -101,9 +100,9 @@ class Tenant:
         self.body_bytes += count
 
     @property
-    def quota(self) -> Quota:
+    def quota(self) -> QuotaSettings:
         """The limits that the engine enforces."""
-        return Quota(self.limits.anchor_bytes, self.limits.host_memory)
+        return QuotaSettings(anchor_bytes=self.limits.anchor_bytes, host_memory=self.limits.host_memory)
 
     def namespace(self, salt: str) -> Namespace:
         """Return the namespace of calls with this salt: each salt has a partition of the tenant's data."""

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.base import Engine, Item, Quota
+from kedge.engine.base import Engine, Item
 from kedge.engine.echo import EchoEngine
 from kedge.engine.local.engine import LocalEngine
 from kedge.engine.process.engine import ProcessEngine
 from kedge.engine.process.messages import portable
 from kedge.errors import ConfigError, EngineClosed, ForwardFailed, ModelNotFound, Overloaded, RequestError, WrongThread
-from kedge.settings import EngineSettings
+from kedge.settings import EngineSettings, QuotaSettings
 from kedge.types import FinishReason, GenerateRequest, Namespace, ReuseMode, RunKey, SamplingParams, is_owned
 from tests.engine.conformance import EngineConformance, fresh_text
 from tests.engine.local.conftest import tiny_engine
@@ -210,7 +210,7 @@ class Unreadable(str):
 
 def test_what_the_process_cannot_read_is_refused_and_the_engine_goes_on(echo: ProcessEngine) -> None:
     stream, name = echo.submit(long(echo)), Unreadable()
-    for call in (lambda: echo.submit(replace(long(echo), agent=name)), lambda: echo.limit(name, Quota())):
+    for call in (lambda: echo.submit(replace(long(echo), agent=name)), lambda: echo.limit(name, QuotaSettings())):
         with pytest.raises(RequestError, match="cannot be read in the engine's process"):
             call()
     echo.end_run(RUN._replace(run_id=name))
@@ -262,7 +262,7 @@ def test_figures_quotas_and_state_cross(local: ProcessEngine, tmp_path: Path) ->
     request = replace(asked, partition="part")
     SUITE.run(local, request)
     local.wait_idle()
-    local.limit("acme", Quota(anchor_bytes=3))
+    local.limit("acme", QuotaSettings(anchor_bytes=3))
     assert local.inspect()["cache"]["cached_blocks"] > 0
     held = local.inspect_tenants(partial(is_owned, "acme"), [(Namespace("acme", "part"), request.tokens)])
     assert held["prompts"][0]["device"] > 0
@@ -275,7 +275,7 @@ def test_a_method_that_the_engine_lacks_is_named(echo: ProcessEngine, tmp_path: 
     with pytest.raises(ConfigError, match=r"EchoEngine.*no `save`"):
         echo.save(tmp_path)
     with pytest.raises(ConfigError, match="EchoEngine cannot bound"):
-        echo.limit("t", Quota(anchor_bytes=3))
+        echo.limit("t", QuotaSettings(anchor_bytes=3))
 
 
 def test_errors_that_cannot_be_pickled_read_the_same() -> None:

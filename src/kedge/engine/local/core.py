@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from math import inf
 
-from kedge.engine.base import Quota
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.learning import Learning
 from kedge.engine.local.requests import Requests
@@ -19,6 +18,7 @@ from kedge.engine.local.sequence import BaseJob, PreparedPrompt, RequestSequence
 from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.reuse.ahead import Ended
 from kedge.reuse.plan import Sentinel
+from kedge.settings import QuotaSettings
 from kedge.types import GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -223,10 +223,10 @@ class EngineCore:
 
     # upkeep -----------------------------------------------------------------------------------------------------
 
-    def limit(self, tenant: TenantId, quota: Quota) -> None:
+    def limit(self, tenant: TenantId, quota: QuotaSettings) -> None:
         """Limit what a tenant holds."""
         self.parts.anchors.limit(tenant, quota.anchor_bytes)
-        self.parts.cache.limit_host(tenant, quota.host_bytes)
+        self.parts.cache.limit_host(tenant, quota.host_memory)
 
     def clear(self) -> None:
         """Empty the prefix cache and forget all anchors and base KV; running requests go on."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self, TypeVar
 
-from kedge.engine.base import Engine, Quota
+from kedge.engine.base import Engine
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.state.snapshot import AskLearned, EngineState, SavedState
@@ -38,7 +38,7 @@ from kedge.hints.actions import ActionOutcome
 from kedge.kv.segment import KVSegment
 from kedge.policies.eviction import EvictionPolicy
 from kedge.reuse.costs import GRACE
-from kedge.settings import EngineSettings
+from kedge.settings import EngineSettings, QuotaSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -340,7 +340,7 @@ class LocalEngine(Engine):
     ) -> dict[str, object]:
         return {**self.query(lambda parts: parts.tenant_stats(owns, prompts)), "guard": self._guard.stats(owns)}
 
-    def limit(self, tenant: TenantId, quota: Quota) -> None:
+    def limit(self, tenant: TenantId, quota: QuotaSettings) -> None:
         self._thread.ask(lambda: self._core.limit(tenant, quota))
 
     def clear(self) -> None:

@@ -21,12 +21,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kedge.engine.base import Engine, Quota, Tokenizer
+from kedge.engine.base import Engine, Tokenizer
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.process.messages import Answer, Call, Failed, Packed
 from kedge.engine.validation import require_sensible, sensible_hints
 from kedge.errors import EngineClosed, KedgeError, RequestError, WrongThread
 from kedge.hints.actions import ActionOutcome
+from kedge.settings import QuotaSettings
 from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, TokenDelta, Tokens, TurnHints
 from kedge.workflow.forecast import AgentKey, Changes
 
@@ -134,7 +135,7 @@ class ProcessEngine(Engine):
         """See `kedge.engine.base.Engine`. `owns` is pickled, as `make` is."""
         return dict(self._ask("inspect_tenants", owns, list(prompts)))
 
-    def limit(self, tenant: TenantId, quota: Quota) -> None:
+    def limit(self, tenant: TenantId, quota: QuotaSettings) -> None:
         self._ask("limit", tenant, quota)
 
     def save(self, folder: str | Path) -> SavedState:

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import pytest
 
-from kedge.engine.base import Quota
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.engine import options
 from kedge.integrations.vllm.engine.options import FOREIGN, copy_dtype, refuse_foreign, require_vllm, vllm_arguments
@@ -120,7 +119,7 @@ def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pyte
     monkeypatch.setattr("kedge.integrations.vllm.engine.engine.VLLMEngine", start)
     result = kedge("serve", "--port", "0", "--engine", "vllm", "--state", "kept", "--api-keys", "keys.toml")
     assert isinstance(result.exception, Started)
-    assert seen == [options.KeepingOptions(Path("kept"), {"acme": Quota(5, 1 << 20)})]
+    assert seen == [options.KeepingOptions(Path("kept"), {"acme": QuotaSettings(anchor_bytes=5, host_memory=1 << 20)})]
     found = PluginSettings.model_validate(options.plugin_settings(EngineSettings(backend="vllm"), seen[0]))
     assert found.state == tmp_path / "kept"
     config = EngineSettings(backend="vllm", tiers={"host_memory": "5 blocks"}, anchors={"capacity": 3})

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from kedge.engine.base import Quota
 from kedge.errors import ConfigError
 from kedge.guard import DecisionKind
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.integrations.vllm.engine.options import KeepingOptions
 from kedge.reuse.guard.comparison import DecisionComparison
-from kedge.settings import EngineSettings
+from kedge.settings import EngineSettings, QuotaSettings
 from kedge.types import Receipt
 from tests.integrations.vllm.conftest import save_tiny_nano
 from tests.integrations.vllm.engine.test_guard import PATIENCE, question
@@ -31,7 +30,7 @@ def engine(model: Path, state: Path) -> VLLMEngine:
         guard={"mode": "off"},
         vllm=own,
     )
-    return VLLMEngine(model, settings, keeping=KeepingOptions(state, {ACME: Quota(anchor_bytes=MOST)}))
+    return VLLMEngine(model, settings, keeping=KeepingOptions(state, {ACME: QuotaSettings(anchor_bytes=MOST)}))
 
 
 def ask(built: VLLMEngine, number: int, run: str) -> Receipt:
@@ -71,7 +70,7 @@ def test_a_stopped_engine_goes_on_where_it_ended(tmp_path: Path) -> None:
         after = ask(built, 12, "after")
         assert (after.computed, after.translated) == (before.computed, before.translated + before.exact)
         assert guard_of(built) == known, "the evidence against an agent outlives a restart"
-        built.limit(ACME, Quota(anchor_bytes=MOST))
-        built.limit("other", Quota())
+        built.limit(ACME, QuotaSettings(anchor_bytes=MOST))
+        built.limit("other", QuotaSettings())
         with pytest.raises(ConfigError, match="takes quotas at its start only"):
-            built.limit(ACME, Quota(anchor_bytes=2 * MOST))
+            built.limit(ACME, QuotaSettings(anchor_bytes=2 * MOST))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kedge.engine.base import Engine, Quota, Stream
+from kedge.engine.base import Engine, Stream
 from kedge.engine.common.grammars import Grammars
 from kedge.engine.common.guarding.guarded_calls import GuardedCalls
 from kedge.engine.common.model_folder import model_path, read_config
@@ -47,7 +47,7 @@ from kedge.integrations.vllm.entry_point import died
 from kedge.integrations.vllm.plugin.hints import Message, ask, end_of, expected_prompt, salt_of, tell, turn_hints
 from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.reuse.guard.comparison import TOP
-from kedge.settings import AnchorSettings, EngineSettings
+from kedge.settings import AnchorSettings, EngineSettings, QuotaSettings
 from kedge.types import (
     GenerateRequest,
     Namespace,
@@ -204,11 +204,11 @@ class VLLMEngine(Engine):
     def cancel(self, request_id: RequestId) -> bool:
         return bool(self._call(lambda: self._driver.cancel(request_id)))
 
-    def limit(self, tenant: TenantId, quota: Quota) -> None:
+    def limit(self, tenant: TenantId, quota: QuotaSettings) -> None:
         """Check a quota, see `kedge.engine.base.Engine`: vLLM's processes got all when they started. Raises
         `ConfigError` for another one.
         """
-        if quota != (known := self._keeping.quotas.get(tenant, Quota())):
+        if quota != (known := self._keeping.quotas.get(tenant, QuotaSettings())):
             raise ConfigError("limits", tenant, f"vLLM was started with {known}, and takes quotas at its start only")
 
     def end_run(self, run: RunKey) -> None:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
-from kedge.engine.base import Quota
 from kedge.errors import ConfigError
 from kedge.integrations.vllm.entry_point import MODULE, NAME
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
-from kedge.settings import EngineSettings
+from kedge.settings import EngineSettings, QuotaSettings
 from kedge.types import TenantId
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class KeepingOptions:
 
     state: Path | None = None
     """Folder for what they learn; None keeps nothing"""
-    quotas: Mapping[TenantId, Quota] = field(default_factory=dict)
+    quotas: Mapping[TenantId, QuotaSettings] = field(default_factory=dict)
 
 
 NOTHING_KEPT = KeepingOptions()
@@ -81,10 +80,7 @@ def refuse_foreign(config: EngineSettings) -> None:
 def plugin_settings(config: EngineSettings, keeping: KeepingOptions = NOTHING_KEPT) -> dict[str, Any]:
     """Return the plug-in's settings as plain data for vLLM's processes."""
     sections = {name: getattr(config, name).model_dump() for name in SECTIONS}
-    quotas = {
-        str(tenant): {"anchor_bytes": one.anchor_bytes, "host_memory": one.host_bytes}
-        for tenant, one in keeping.quotas.items()
-    }
+    quotas = {str(tenant): one.model_dump() for tenant, one in keeping.quotas.items()}
     return {**sections, "state": keeping.state and str(keeping.state.absolute()), "quotas": quotas}
 
 
