@@ -184,7 +184,7 @@ class MethodServer:
     def _forced(self, asked: Sequence[Asked], orders: GuardOrders) -> Iterator[list[ProbeResult]]:
         """Yield the results of one agent after the other: an answer's KV is what its own decoding leaves behind."""
         for agent in range(len(asked[0].results)):
-            pending = [self.probe.submit(self._request(one, agent, orders), one.answer(agent)) for one in asked]
+            pending = [self.probe.force(self._request(one, agent, orders), one.answer(agent)) for one in asked]
             yield [one.result() for one in pending]
         for one in asked:
             self.engine.end_run(RunKey(Namespace(TENANT), "", one.run))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
@@ -15,7 +15,7 @@ from kedge.bench.shapes import Loaded
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.common.watched import WatchedEngine, Watcher
 from kedge.engine.local.engine import LocalEngine
-from kedge.engine.local.sampler import Draw, ForcedAnswer, Sampler
+from kedge.engine.local.sampler import ForcedAnswer, Sampler
 from kedge.errors import ConfigError
 from kedge.guard import GuardMode
 from kedge.kv.segment import KVSegment
@@ -113,35 +113,6 @@ class ProbeResult:
     """The prompt's KV when the first token was drawn, keys unrotated; None unless requested."""
 
 
-@dataclass
-class _Drawn:
-    """A draw function that follows `draw`, and records the logits of the first `rows` tokens. `note` is called before
-    each of them.
-    """
-
-    draw: Draw
-    rows: int
-    note: Callable[[], None]
-    logits: dict[int, Tensor] = field(default_factory=dict)
-
-    def __call__(self, logits: Tensor) -> int:
-        self.note()
-        if len(self.logits) < self.rows:
-            self.logits[len(self.logits)] = logits.float().cpu().clone()
-        return self.draw(logits)
-
-
-@dataclass
-class _Forced(ForcedAnswer):
-    """A forced answer. `note` is called before its first token."""
-
-    note: Callable[[], None] = field(kw_only=True)
-
-    def __call__(self, logits: Tensor) -> int:
-        self.note()
-        return ForcedAnswer.__call__(self, logits)
-
-
 class Probe:
     """The observer of one engine."""
 
@@ -156,23 +127,24 @@ class Probe:
         assert table is not None
         return self._parts.storage.read(table, 0, request.prompt_tokens)
 
-    def submit(self, request: GenerateRequest, forced: Tokens | None = None, *, kv: bool = False) -> ProbedRequest:
-        """Submit a request; with `forced` it gives that answer whatever the logits are (teacher forcing)."""
-        held, sampling = list[KVSegment](), request.sampling
+    def submit(self, request: GenerateRequest, *, kv: bool = False) -> ProbedRequest:
+        """Submit a request, by `kv` with a look at its prompt's KV when the first token is drawn."""
+        sampler, held, logits = Sampler(request.sampling), list[KVSegment](), dict[int, Tensor]()
 
-        def note() -> None:
+        def draw(row: Tensor) -> int:
             if kv and not held:
                 held.append(self._read(request))
+            if len(logits) < self._rows:
+                logits[len(logits)] = row.float().cpu().clone()
+            return sampler(row)
 
-        probe: _Drawn | _Forced
-        if forced:
-            sampling = replace(sampling, max_tokens=len(forced), ignore_eos=True, stop=())
-            request = replace(request, forced=forced)
-            probe = _Forced(forced, self._rows, note=note)
-        else:
-            probe = _Drawn(Sampler(sampling), self._rows, note)
-        stream = self._engine.submit(replace(request, sampling=sampling), probe)
-        return ProbedRequest(request, stream, probe.logits, held)
+        return ProbedRequest(request, self._engine.submit(request, draw), logits, held)
+
+    def force(self, request: GenerateRequest, answer: Tokens) -> ProbedRequest:
+        """Submit a request that gives this answer, whatever the logits are (teacher forcing)."""
+        sampling = replace(request.sampling, max_tokens=len(answer), ignore_eos=True, stop=())
+        request, forced = replace(request, forced=answer, sampling=sampling), ForcedAnswer(answer, self._rows)
+        return ProbedRequest(request, self._engine.submit(request, forced), forced.logits, [])
 
 
 @dataclass(frozen=True)
