@@ -61,15 +61,14 @@ class Team:
     wording: Wording
     final: Callable[[str], str | None] = field(repr=False)
     """Answer -> the decision in it, in comparable form; None where there is none."""
-    accepts: Callable[[str | None, Question], bool] = field(default=lambda *_: False, repr=False)
+    accepts: Callable[[str | None, Question], bool] = field(repr=False)
     """(decision, question) -> whether the decision is correct."""
-    silent: frozenset[AgentId] = frozenset()
-    """Agents without a scored answer."""
 
     def workflow(self) -> Workflow:
         """Return the team as a workflow in which every agent reads the answers of all before it."""
         return connect(self.name, self.agents, fully_connected(self.agents), self.wording, (QUESTION,))
 
     def right(self, agent: AgentId, answer: str, question: Question) -> bool | None:
-        """Return whether an agent's answer is correct; None for agents without a scored answer."""
-        return None if agent in self.silent else self.accepts(self.final(answer), question)
+        """Return whether an agent's answer is correct; None for one whose answer is for its tool."""
+        is_silent = any(one.id == agent and one.tool for one in self.agents)
+        return None if is_silent else self.accepts(self.final(answer), question)

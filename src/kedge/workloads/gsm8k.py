@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 
 from kedge.decisions import NUMBER, normalized
-from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
 from kedge.workloads.base import Question, Row, Team
@@ -41,7 +40,6 @@ def _is_python(block: str) -> bool:
 
 
 LIMITS = SandboxLimits(seconds=5.0)
-SILENT = frozenset({AgentId("programmer")})
 WORDING = Wording(
     header="The problem:\n{user_question}",
     intro="\n\nWhat your colleagues have done so far:",
@@ -83,7 +81,7 @@ _ENDING = "End with a line that says: The answer is <number>."
 
 
 def _agent(name: str, title: str, system: str) -> Agent:
-    said = system if name in SILENT else f"{system} {_ENDING}"
+    said = system if name == "programmer" else f"{system} {_ENDING}"
     tool, pick = run_program if name == "programmer" else None, "answer is <number>" if name == "final" else ""
     return Agent(name, said, "", tool, title, 512, pick=pick, tool_seconds=30.0)
 
@@ -102,5 +100,4 @@ GSM8K = Team(
     WORDING,
     final=number,
     accepts=lambda number, asked: number == asked.answer,
-    silent=SILENT,
 )

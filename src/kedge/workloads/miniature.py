@@ -8,7 +8,6 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 
-from kedge.types import AgentId
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
 from kedge.workloads.base import Question, Team
@@ -102,5 +101,4 @@ MATH = Team(
     Wording(tool="\nRunning this code prints:\n"),
     final=stated,
     accepts=lambda number, question: number == question.answer,
-    silent=frozenset({AgentId("programmer")}),
 )
