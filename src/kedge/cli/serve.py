@@ -191,11 +191,10 @@ def open_engine(settings: Settings, keys: KeyRing) -> Engine:
     Raises `ConfigError` or `ModelNotFound`.
     """
     if settings.engine.backend == "vllm":
-        from kedge.integrations.vllm.engine.options import KeepingOptions
         from kedge.settings import QuotaSettings
 
         quotas = {tenant.id: tenant.quota for tenant in keys.tenants if tenant.quota != QuotaSettings()}
-        return run.open_engine(settings, keeping=KeepingOptions(settings.server.state, quotas=quotas))
+        return run.open_engine(settings, state=settings.server.state, quotas=quotas)
     if settings.engine.dtype == "auto" and (state := settings.server.state):
         from kedge.engine.common.state.files import saved_dtype
 

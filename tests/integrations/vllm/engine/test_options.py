@@ -107,22 +107,22 @@ def test_serve_gives_vllm_its_folder_and_the_quotas_of_tenants(monkeypatch: pyte
     pytest.importorskip("fastapi")
     monkeypatch.chdir(tmp_path)
     Path("keys.toml").write_text(KEYS)
-    seen: list[options.KeepingOptions] = []
+    seen: list[dict[str, Any]] = []
 
     class Started(Exception):
         pass
 
-    def start(**given: Any) -> None:
-        seen.append(given["keeping"])
+    def start(config: EngineSettings, **given: Any) -> None:  # noqa: ARG001 (as the engine has it)
+        seen.append(given)
         raise Started
 
     monkeypatch.setattr("kedge.integrations.vllm.engine.engine.VLLMEngine", start)
     result = kedge("serve", "--port", "0", "--engine", "vllm", "--state", "kept", "--api-keys", "keys.toml")
     assert isinstance(result.exception, Started)
-    assert seen == [options.KeepingOptions(Path("kept"), {"acme": QuotaSettings(anchor_bytes=5, host_memory=1 << 20)})]
-    found = PluginSettings.model_validate(options.plugin_settings(EngineSettings(backend="vllm"), seen[0]))
+    assert seen == [{"state": Path("kept"), "quotas": {"acme": QuotaSettings(anchor_bytes=5, host_memory=1 << 20)}}]
+    found = PluginSettings.model_validate(options.plugin_settings(EngineSettings(backend="vllm"), **seen[0]))
     assert found.state == tmp_path / "kept"
     config = EngineSettings(backend="vllm", tiers={"host_memory": "5 blocks"}, anchors={"capacity": 3})
-    read = PluginSettings.model_validate(options.plugin_settings(config))
+    read = PluginSettings.model_validate(options.plugin_settings(config, None, {}))
     assert (read.tiers.host_memory, read.anchors.capacity) == ("5 blocks", 3)
     assert found.quotas == {"acme": QuotaSettings(anchor_bytes=5, host_memory=1 << 20)}

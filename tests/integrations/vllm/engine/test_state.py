@@ -9,7 +9,6 @@ import pytest
 from kedge.errors import ConfigError
 from kedge.guard import DecisionKind
 from kedge.integrations.vllm.engine.engine import VLLMEngine
-from kedge.integrations.vllm.engine.options import KeepingOptions
 from kedge.reuse.guard.comparison import DecisionComparison
 from kedge.settings import EngineSettings, QuotaSettings
 from kedge.types import Receipt
@@ -30,7 +29,7 @@ def engine(model: Path, state: Path) -> VLLMEngine:
         guard={"mode": "off"},
         vllm=own,
     )
-    return VLLMEngine(model, settings, keeping=KeepingOptions(state, {ACME: QuotaSettings(anchor_bytes=MOST)}))
+    return VLLMEngine(model, settings, state=state, quotas={ACME: QuotaSettings(anchor_bytes=MOST)})
 
 
 def ask(built: VLLMEngine, number: int, run: str) -> Receipt:

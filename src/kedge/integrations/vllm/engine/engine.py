@@ -33,8 +33,6 @@ from kedge.guard import GuardMode
 from kedge.hints.actions import ActionOutcome, ActionResult
 from kedge.hints.without_prompt import UNREPORTED
 from kedge.integrations.vllm.engine.options import (
-    NOTHING_KEPT,
-    KeepingOptions,
     copy_dtype,
     plugin_settings,
     prepare_environment,
@@ -77,8 +75,8 @@ STATE_GRACE = 60
 class VLLMEngine(Engine):
     """Serves a model of a folder (None: the bundled one) as `kedge.engine.base.Engine` describes.
 
-    Without the plug-in (`plugged=False`) it is stock vLLM, to compare with: hints and forecasts are left out. `keeping`
-    is what the plug-in keeps over a restart, and of each tenant.
+    Without the plug-in (`plugged=False`) it is stock vLLM, to compare with: hints and forecasts are left out. `state`
+    is the folder for what the plug-in keeps over a restart, `quotas` are the limits of what tenants hold.
 
     Raises `ConfigError` where vLLM is not installed or a setting has no meaning for it, `ModelNotFound` or
     `UnsupportedModel` for the folder, and `EngineClosed` where vLLM does not start.
@@ -92,17 +90,18 @@ class VLLMEngine(Engine):
         config: EngineSettings | None = None,
         *,
         plugged: bool = True,
-        keeping: KeepingOptions = NOTHING_KEPT,
+        state: Path | None = None,
+        quotas: Mapping[TenantId, QuotaSettings] = MappingProxyType({}),
     ) -> None:
         self.config, self._plugged = config or EngineSettings(backend="vllm"), plugged
-        self._keeping = keeping if plugged else NOTHING_KEPT
-        self.state = self._keeping.state
+        self.state, self._quotas = (state, quotas) if plugged else (None, {})
         require_vllm()
         refuse_foreign(self.config)
         path = model_path(model or self.config.model, copy_dtype(self.config, is_cpu=not torch.cuda.is_available()))
         read_config(path)
         self.tokenizer = HFTokenizer.load(path)
-        arguments = _engine_arguments(self.config, path, self._keeping, plugged)
+        plugin = plugin_settings(self.config, self.state, self._quotas) if plugged else None
+        arguments = _engine_arguments(self.config, path, plugin)
         self._lock, self._is_closed = threading.Lock(), False
         self._failure: EngineClosed | None = None
         self._start(path, arguments)
@@ -141,7 +140,7 @@ class VLLMEngine(Engine):
         self._is_guarded = self._plugged and not any(reasons) and self._max_logprobs != 0
         if self._is_guarded and self.config.guard.mode is not GuardMode.OFF:
             warm_up(self._submit_check)
-        if self._is_guarded and (state := self._keeping.state) is not None:
+        if self._is_guarded and (state := self.state) is not None:
             try:
                 folder = state.absolute() / "guard"
                 self._guard_state = keep_guard(self._guard.guard, folder, config, self.config.anchors)
@@ -208,7 +207,7 @@ class VLLMEngine(Engine):
         """Check a quota, see `kedge.engine.base.Engine`: vLLM's processes got all when they started. Raises
         `ConfigError` for another one.
         """
-        if quota != (known := self._keeping.quotas.get(tenant, QuotaSettings())):
+        if quota != (known := self._quotas.get(tenant, QuotaSettings())):
             raise ConfigError("limits", tenant, f"vLLM was started with {known}, and takes quotas at its start only")
 
     def end_run(self, run: RunKey) -> None:
@@ -258,7 +257,7 @@ class VLLMEngine(Engine):
             is_first, self._is_closed = not self._is_closed, True
         if is_first:
             self._guard.checks.stop()
-            grace = STATE_GRACE if self._keeping.state else None
+            grace = STATE_GRACE if self.state else None
             self._portal.call(self._driver.close, grace)
             self._portal.call(self._portal.stop, True)
         self._loop.close()
@@ -306,21 +305,19 @@ def _figures(driver: Driver) -> dict[str, object]:
     return {"cache": blocks, "requests": requests, "plugin": dict(counts)}
 
 
-def _engine_arguments(config: EngineSettings, path: Path, keeping: KeepingOptions, plugged: bool) -> Any:
-    """Return `AsyncEngineArgs`, with the plug-in if `plugged`. Raises `ConfigError` for values that vLLM refuses."""
+def _engine_arguments(config: EngineSettings, path: Path, plugin: Mapping[str, Any] | None) -> Any:
+    """Return `AsyncEngineArgs`, with the plug-in by its settings. Raises `ConfigError` for values that vLLM refuses."""
     prepare_environment()
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a fork of a process with threads may hang
-    if keeping.state:
+    if plugin and plugin["state"]:
         os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(STATE_GRACE))
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
     chosen = vllm_arguments(config, path, AsyncEngineArgs, is_cpu=current_platform.is_cpu())
-    plugin: dict[str, Any] = {"scheduler_cls": None}
-    if plugged:
-        plugin = {"kv_transfer_config": transfer_config(plugin_settings(config, keeping))}
+    own = {"scheduler_cls": None} if plugin is None else {"kv_transfer_config": transfer_config(plugin)}
     try:
-        return AsyncEngineArgs(**{**chosen, **plugin})
+        return AsyncEngineArgs(**{**chosen, **own})
     except ValueError as error:
         raise ConfigError("engine.vllm", config.vllm.arguments, str(error)) from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,18 +50,6 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
 """Section of `engine` -> its settings without a meaning for vLLM, with the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeepingOptions:
-    """What vLLM's processes are to keep, and for whom: a server says it, and it is set when they start."""
-
-    state: Path | None = None
-    """Folder for what they learn; None keeps nothing"""
-    quotas: Mapping[TenantId, QuotaSettings] = field(default_factory=dict)
-
-
-NOTHING_KEPT = KeepingOptions()
-
-
 def require_vllm() -> None:
     """Raise `ConfigError` where vLLM is not installed."""
     if find_spec("vllm") is None:
@@ -77,11 +65,13 @@ def refuse_foreign(config: EngineSettings) -> None:
             raise ConfigError(key, getattr(part, name), refused[name])
 
 
-def plugin_settings(config: EngineSettings, keeping: KeepingOptions = NOTHING_KEPT) -> dict[str, Any]:
+def plugin_settings(
+    config: EngineSettings, state: Path | None, quotas: Mapping[TenantId, QuotaSettings]
+) -> dict[str, Any]:
     """Return the plug-in's settings as plain data for vLLM's processes."""
     sections = {name: getattr(config, name).model_dump() for name in SECTIONS}
-    quotas = {str(tenant): one.model_dump() for tenant, one in keeping.quotas.items()}
-    return {**sections, "state": keeping.state and str(keeping.state.absolute()), "quotas": quotas}
+    own = {str(tenant): one.model_dump() for tenant, one in quotas.items()}
+    return {**sections, "state": state and str(state.absolute()), "quotas": own}
 
 
 def vllm_arguments(config: EngineSettings, model: Path, arguments_class: type, *, is_cpu: bool) -> dict[str, Any]:
