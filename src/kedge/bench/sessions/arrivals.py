@@ -103,33 +103,21 @@ class MooncakeLine(BaseModel):
             raise ValueError("has more blocks than the prompt")
         return ids
 
-
-class MooncakeTrace:
-    """The records of a trace in Mooncake's own format, which names no sessions: a request continues the session whose
-    last prompt's last full block is in the new prompt, the longest one if there are several.
-    """
-
-    MIN_BLOCKS = 2
-    """Full blocks from which on a prompt can be continued: a single one is what prompts of many users begin with."""
-
-    def __init__(self) -> None:
-        self._sessions: dict[int, str] = {}
-        """Last full block -> session."""
-        self._numbers = itertools.count()
-
-    def record(self, line: MooncakeLine) -> TraceRecord:
-        """Return the request. Its last block may be a partial one, whose hash stands for what it has, so that it counts
+    def record(self, sessions: dict[int, str], numbers: Iterator[int]) -> TraceRecord:
+        """Return the request. The format names no sessions: it continues the one of `sessions`, by the last full block
+        of their last prompts, whose block is in its own prompt, the longest one if there are several; else it begins
+        the next of `numbers`. Its last block may be a partial one, whose hash stands for what it has, so that it counts
         as a block.
         """
-        tokens, ids = line.input_length, line.hash_ids
-        known = next((block for block in reversed(ids) if block in self._sessions), None)
-        session = f"m{next(self._numbers)}" if known is None else self._sessions.pop(known)
+        tokens, ids = self.input_length, self.hash_ids
+        known = next((block for block in reversed(ids) if block in sessions), None)
+        session = f"m{next(numbers)}" if known is None else sessions.pop(known)
         full_blocks = min(tokens // BLOCK, len(ids))
-        if full_blocks >= self.MIN_BLOCKS:
-            self._sessions[ids[full_blocks - 1]] = session
-        about = {"s": session, "c": "mooncake", "agent": "?", "turn": 0, "t": line.timestamp / 1e3, "why": "?"}
+        if full_blocks > 1:  # a single one is what prompts of many users begin with
+            sessions[ids[full_blocks - 1]] = session
+        about = {"s": session, "c": "mooncake", "agent": "?", "turn": 0, "t": self.timestamp / 1e3, "why": "?"}
         blocks = [(block, 1) for block in ids]
-        return TraceRecord.model_validate({**about, "n": tokens, "o": line.output_length, "bs": BLOCK, "h": blocks})
+        return TraceRecord.model_validate({**about, "n": tokens, "o": self.output_length, "bs": BLOCK, "h": blocks})
 
 
 def read_trace(file: Path) -> list[TraceRecord]:
@@ -138,7 +126,7 @@ def read_trace(file: Path) -> list[TraceRecord]:
     Raises `ConfigError` for a file that cannot be read or has no request, and for the first bad line.
     """
     records: list[TraceRecord] = []
-    mooncake, number = MooncakeTrace(), 0
+    sessions, numbers, number = dict[int, str](), itertools.count(), 0
     try:
         with file.open("rb") as raw:
             is_compressed = raw.read(2) == b"\x1f\x8b"
@@ -148,7 +136,7 @@ def read_trace(file: Path) -> list[TraceRecord]:
                     values = json.loads(line)
                     is_mooncake = isinstance(values, dict) and "hash_ids" in values
                     records.append(
-                        mooncake.record(MooncakeLine.model_validate(values))
+                        MooncakeLine.model_validate(values).record(sessions, numbers)
                         if is_mooncake
                         else TraceRecord.model_validate(values)
                     )
@@ -285,16 +273,11 @@ def working_set(arrivals: Sequence[Arrival]) -> float:
     """Return the mean number of blocks in the last prompts of sessions that are not over, without the first fifth."""
     over_at = {one.session: one.at for one in arrivals}
     last: dict[str, int] = {}
-    ends: list[tuple[float, str]] = []
-    total, totals = 0, []
+    totals = []
     for one in arrivals:
-        while ends and ends[0][0] < one.at:
-            total -= last.pop(heapq.heappop(ends)[1])
-        if one.session not in last:
-            heapq.heappush(ends, (over_at[one.session], one.session))
-        total += len(one.chain) - last.get(one.session, 0)
+        last = {session: blocks for session, blocks in last.items() if over_at[session] >= one.at}
         last[one.session] = len(one.chain)
-        totals.append(total)
+        totals.append(sum(last.values()))
     return fmean(totals[len(totals) // 5 :])
 
 
