@@ -100,7 +100,7 @@ from kedge.cli import serve
 from kedge.cli.main import app
 from kedge.engine.echo import EchoEngine
 from kedge.workflow.spec import TOOLS
-from kedge.workloads.sandbox import SandboxLimits, run_python
+from kedge.workloads.sandbox import run_python
 
 class Mortal(EchoEngine):
     def submit(self, request):
@@ -113,7 +113,7 @@ class Mortal(EchoEngine):
         logging.info("the engine is closed")
 
 def hang(answer, inputs):
-    run_python("import time; time.sleep(1000)", SandboxLimits(seconds=1000))
+    run_python("import time; time.sleep(1000)", seconds=1000)
 
 TOOLS["hang"] = "__main__:hang"
 serve.HANG_SECONDS = 3.0

@@ -8,7 +8,7 @@ from kedge.decisions import NUMBER, normalized
 from kedge.workflow.graph import Agent
 from kedge.workflow.topologies import Wording
 from kedge.workloads.base import Question, Row, Team
-from kedge.workloads.sandbox import SandboxLimits, run_python
+from kedge.workloads.sandbox import run_python
 
 _STATED = re.compile(rf"(?:answer is|####)[^\d\n-]{{0,12}}({NUMBER})", re.IGNORECASE)
 _ANY = re.compile(NUMBER)
@@ -39,7 +39,6 @@ def _is_python(block: str) -> bool:
         return False
 
 
-LIMITS = SandboxLimits(seconds=5.0)
 WORDING = Wording(
     header="The problem:\n{user_question}",
     intro="\n\nWhat your colleagues have done so far:",
@@ -52,7 +51,7 @@ WORDING = Wording(
 def run_program(answer: str, inputs: Mapping[str, str]) -> str:  # noqa: ARG001 (a tool's signature)
     """Run the agent's program and return its output or the name of its error (the agent's tool)."""
     program = code(answer)
-    return run_python(program, LIMITS).summary or "nothing" if program else "no code found"
+    return run_python(program, seconds=5.0).summary or "nothing" if program else "no code found"
 
 
 _CAST = (

@@ -33,20 +33,6 @@ _CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxLimits:
-    """The resources that code may use, all above 0."""
-
-    seconds: float = 2.0
-    """Of processor time; by the clock, `WALL` times as many"""
-    memory_mb: int = 512
-    file_mb: int = 1
-    output_kb: int = 64
-
-
-DEFAULT = SandboxLimits()
-
-
-@dataclass(frozen=True, slots=True)
 class SandboxResult:
     """The code's output, and the class name of the error that ended it (None where it ran to its end).
 
@@ -63,8 +49,10 @@ class SandboxResult:
         return self.error or self.stdout.strip()
 
 
-def run_python(code: str, limits: SandboxLimits = DEFAULT) -> SandboxResult:
-    """Run `code` as a main module, with an empty stdin. Never raises for what the code does."""
+def run_python(code: str, seconds: float = 2.0) -> SandboxResult:
+    """Run `code` as a main module, with an empty stdin, for so many seconds of processor time; by the clock, for `WALL`
+    times as many. Never raises for what the code does.
+    """
     read, write = os.pipe()
     with (
         os.fdopen(read, "rb") as report,
@@ -72,11 +60,11 @@ def run_python(code: str, limits: SandboxLimits = DEFAULT) -> SandboxResult:
         tempfile.TemporaryDirectory(prefix="kedge-", ignore_cleanup_errors=True) as home,
         tempfile.TemporaryFile() as out,
     ):
-        process = _start(limits, home, out, write)
+        process = _start(seconds, home, out, write)
         given.close()  # the child has it
-        ended = _finish(process, code.encode("utf-8", "surrogatepass"), WALL * limits.seconds)
+        ended = _finish(process, code.encode("utf-8", "surrogatepass"), WALL * seconds)
         out.seek(0)
-        most = limits.output_kb * 1024
+        most = 64 << 10
         data = out.read(most + 1)
         error = _error(process, ended, report) or ("OutputTooLong" if len(data) > most else None)
     return SandboxResult(data[:most].decode("utf-8", "replace"), error)
@@ -87,8 +75,8 @@ def answer_as_python(answer: str, inputs: Mapping[str, str]) -> str:  # noqa: AR
     return run_python(answer).summary
 
 
-def _start(limits: SandboxLimits, home: str, out: IO[bytes], report: int) -> subprocess.Popen[bytes]:
-    numbers = (math.ceil(limits.seconds), limits.memory_mb << 20, limits.file_mb << 20, report)
+def _start(seconds: float, home: str, out: IO[bytes], report: int) -> subprocess.Popen[bytes]:
+    numbers = (math.ceil(seconds), 512 << 20, 1 << 20, report)  # with the bytes of memory and of a file
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", "-X", "utf8", _CHILD, *map(str, numbers)],
         stdin=subprocess.PIPE,
