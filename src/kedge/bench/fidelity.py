@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kedge.bench.probe import SERVED, Method, Probe, ProbeResult, Recorder, compare_logits
+from kedge.bench.probe import SERVED, Method, ProbedRequest, ProbeResult, Recorder, force
 from kedge.bench.shapes import Loaded, load_model, to_compare
 from kedge.engine.local.build import apart
 from kedge.engine.local.model.probe import ProbedSequence
@@ -33,7 +33,7 @@ from kedge.guard import EVERYTHING, GuardOrders
 from kedge.kv.storage import PagedStorage, SlotTable
 from kedge.reuse.guard.fidelity import FAR
 from kedge.runner.run import run
-from kedge.types import GenerateRequest, Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
+from kedge.types import Namespace, ReuseMode, RunId, RunKey, TenantId, Tokens, new_request_id
 from kedge.workflow.graph import Workflow
 
 TENANT = TenantId("fidelity")
@@ -104,7 +104,10 @@ class Seen:
     def of(cls, question: int, dense: Tensor, other: Tensor, **tokens: int) -> Self:
         """Compare the logits [rows, vocab] of one answer."""
         rows = min(len(dense), len(other))
-        return cls(question, *compare_logits(dense[:rows], other[:rows]), **tokens)
+        dense, other = dense[:rows].double(), other[:rows].double()
+        log_p, log_q = dense.log_softmax(1), other.log_softmax(1)
+        kl, same = (log_p.exp() * (log_p - log_q)).sum(1).mean(), dense.argmax(1) == other.argmax(1)
+        return cls(question, float(kl), float(same.double().mean()), **tokens)
 
 
 def summary(seen: Sequence[Seen]) -> dict[str, Any]:
@@ -153,7 +156,7 @@ class MethodServer:
     def __init__(self, method: Method, loaded: Loaded, settings: FidelitySettings) -> None:
         self.method = method
         self.engine = method.open(loaded, **settings.engine)
-        self.probe = Probe(self.engine, settings.tokens)
+        self._rows = settings.tokens
         self.seen: list[Seen] = []
         self.ttft_ms: list[float] = []
         self.cold = settings.cold
@@ -184,14 +187,15 @@ class MethodServer:
     def _forced(self, asked: Sequence[Asked], orders: GuardOrders) -> Iterator[list[ProbeResult]]:
         """Yield the results of one agent after the other: an answer's KV is what its own decoding leaves behind."""
         for agent in range(len(asked[0].results)):
-            pending = [self.probe.force(self._request(one, agent, orders), one.answer(agent)) for one in asked]
+            pending = [self._begin(one, agent, orders) for one in asked]
             yield [one.result() for one in pending]
         for one in asked:
             self.engine.end_run(RunKey(Namespace(TENANT), "", one.run))
 
-    def _request(self, asked: Asked, agent: int, orders: GuardOrders) -> GenerateRequest:
+    def _begin(self, asked: Asked, agent: int, orders: GuardOrders) -> ProbedRequest:
         changes: dict[str, Any] = {"reuse": self.method.reuse, "guard": orders, "tenant": TENANT, "run": asked.run}
-        return replace(asked.results[agent].request, request_id=new_request_id(), **changes)
+        request = replace(asked.results[agent].request, request_id=new_request_id(), **changes)
+        return force(self.engine, request, asked.answer(agent), self._rows)
 
     def _compare(self, asked: Sequence[Asked], agent: int, results: Sequence[ProbeResult]) -> None:
         for one, result in zip(asked, results, strict=True):
@@ -217,14 +221,14 @@ class DenseTeam:
     def __init__(self, flow: Workflow, loaded: Loaded, settings: FidelitySettings) -> None:
         self._runner, self._flow = loaded[0], flow.shortened(settings.tokens)
         self.engine = SERVED["dense"].open(loaded, **settings.engine)
-        self._probe = Probe(self.engine, settings.tokens)
+        self._rows = settings.tokens
         self.seen: dict[str, list[Seen]] = {name: [] for name in YARDSTICKS}
         self.ttft_ms: list[float] = []
 
     def answer(self, numbered: tuple[int, Mapping[str, str]], *, kv: bool = True) -> Asked:
         """Let the team answer a question, the inputs of a run."""
         number, inputs = numbered
-        recorder = Recorder(self.engine, self._probe, kv=kv)
+        recorder = Recorder(self.engine, self._rows, kv=kv)
         run(recorder, self._flow, inputs, reuse=ReuseMode.OFF, tenant=TENANT, on_tool_error="text")
         results = {one.request.agent: one.result() for one in recorder.pending}
         return Asked(number, RunId(f"question-{number}"), tuple(results[agent] for agent in self._flow.order))

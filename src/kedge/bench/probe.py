@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -113,40 +112,6 @@ class ProbeResult:
     """The prompt's KV when the first token was drawn, keys unrotated; None unless requested."""
 
 
-class Probe:
-    """The observer of one engine."""
-
-    def __init__(self, engine: LocalEngine, rows: int) -> None:
-        """Observe nothing yet. Of each answer the logits of the first `rows` tokens are kept."""
-        self._engine, self._rows = engine, rows
-        self._parts = engine.query(lambda parts: parts)
-
-    def _read(self, request: GenerateRequest) -> KVSegment:
-        """Return the KV of a prompt that is computed. Called by the engine's thread."""
-        table = next(one.table for one in self._parts.running if one.request.request_id == request.request_id)
-        assert table is not None
-        return self._parts.storage.read(table, 0, request.prompt_tokens)
-
-    def submit(self, request: GenerateRequest, *, kv: bool = False) -> ProbedRequest:
-        """Submit a request, by `kv` with a look at its prompt's KV when the first token is drawn."""
-        sampler, held, logits = Sampler(request.sampling), list[KVSegment](), dict[int, Tensor]()
-
-        def draw(row: Tensor) -> int:
-            if kv and not held:
-                held.append(self._read(request))
-            if len(logits) < self._rows:
-                logits[len(logits)] = row.float().cpu().clone()
-            return sampler(row)
-
-        return ProbedRequest(request, self._engine.submit(request, draw), logits, held)
-
-    def force(self, request: GenerateRequest, answer: Tokens) -> ProbedRequest:
-        """Submit a request that gives this answer, whatever the logits are (teacher forcing)."""
-        sampling = replace(request.sampling, max_tokens=len(answer), ignore_eos=True, stop=())
-        request, forced = replace(request, forced=answer, sampling=sampling), ForcedAnswer(answer, self._rows)
-        return ProbedRequest(request, self._engine.submit(request, forced), forced.logits, [])
-
-
 @dataclass(frozen=True)
 class ProbedRequest:
     """A submitted request under observation."""
@@ -157,9 +122,9 @@ class ProbedRequest:
     kv: list[KVSegment]
     """The prompt's, once it was read"""
 
-    def result(self, timeout: float | None = None) -> ProbeResult:
+    def result(self) -> ProbeResult:
         """Wait for the end. Raises the request's error."""
-        completion = self.stream.result(timeout)
+        completion = self.stream.result()
         logits = torch.stack([self.logits[at] for at in range(len(self.logits))])
         self.logits.clear()  # a vocabulary wide each: they are not kept twice
         return ProbeResult(self.request, completion, logits, next(iter(self.kv), None))
@@ -168,22 +133,42 @@ class ProbedRequest:
 class Recorder(WatchedEngine):
     """An engine that observes all requests of a run. Nothing is prepared ahead: all methods do the same work."""
 
-    def __init__(self, engine: LocalEngine, probe: Probe, *, kv: bool) -> None:
+    def __init__(self, engine: LocalEngine, rows: int, *, kv: bool) -> None:
+        """Observe nothing yet. Of each answer the logits of the first `rows` tokens are kept, by `kv` also the prompt's
+        KV when the first token is drawn.
+        """
         super().__init__(engine, Watcher())
-        self._observe = partial(probe.submit, kv=kv)
+        self._local, self._rows, self._kv = engine, rows, kv
+        self._parts = engine.query(lambda parts: parts)
         self.pending: list[ProbedRequest] = []
         """In the order of submission."""
 
     def submit(self, request: GenerateRequest) -> Any:
-        self.pending.append(self._observe(request))
-        return self.pending[-1].stream
+        sampler, held, logits = Sampler(request.sampling), list[KVSegment](), dict[int, Tensor]()
+
+        def draw(row: Tensor) -> int:
+            if self._kv and not held:
+                held.append(self._read(request))
+            if len(logits) < self._rows:
+                logits[len(logits)] = row.float().cpu().clone()
+            return sampler(row)
+
+        stream = self._local.submit(request, draw)
+        self.pending.append(ProbedRequest(request, stream, logits, held))
+        return stream
 
     def prepare(self, request: GenerateRequest) -> None:
         """Do nothing."""
 
+    def _read(self, request: GenerateRequest) -> KVSegment:
+        """Return the KV of a prompt that is computed. Called by the engine's thread."""
+        table = next(one.table for one in self._parts.running if one.request.request_id == request.request_id)
+        assert table is not None
+        return self._parts.storage.read(table, 0, request.prompt_tokens)
 
-def compare_logits(dense: Tensor, other: Tensor) -> tuple[float, float]:
-    """Return the mean KL(dense ‖ other) in nats and the share of equal argmax, for logits [rows, vocab]."""
-    log_p, log_q = dense.double().log_softmax(1), other.double().log_softmax(1)
-    kl = (log_p.exp() * (log_p - log_q)).sum(1).mean()
-    return float(kl), float((dense.argmax(1) == other.argmax(1)).double().mean())
+
+def force(engine: LocalEngine, request: GenerateRequest, answer: Tokens, rows: int) -> ProbedRequest:
+    """Submit a request that gives this answer, whatever the logits are (teacher forcing); `rows` of them are kept."""
+    sampling = replace(request.sampling, max_tokens=len(answer), ignore_eos=True, stop=())
+    request, forced = replace(request, forced=answer, sampling=sampling), ForcedAnswer(answer, rows)
+    return ProbedRequest(request, engine.submit(request, forced), forced.logits, [])

@@ -12,7 +12,7 @@ import torch
 from kedge.anchors.offsets import split_rows
 from kedge.anchors.translator import Translation
 from kedge.bench.fidelity import DENSELY
-from kedge.bench.probe import Probe, ProbeResult, Recorder, method_named
+from kedge.bench.probe import ProbeResult, Recorder, method_named
 from kedge.engine.local.build import EngineParts
 from kedge.engine.local.engine import LocalEngine
 from kedge.guard import GuardOrders
@@ -116,8 +116,8 @@ class TeamTwin:
 class Told(Recorder):
     """A recorder with orders for every request."""
 
-    def __init__(self, engine: LocalEngine, probe: Probe, orders: GuardOrders) -> None:
-        super().__init__(engine, probe, kv=True)
+    def __init__(self, engine: LocalEngine, orders: GuardOrders) -> None:
+        super().__init__(engine, rows=1, kv=True)
         self._orders = orders
 
     def submit(self, request: GenerateRequest) -> Any:
@@ -130,10 +130,9 @@ def serving(smollm2: RealModel, method: str) -> Iterator[tuple[Callable[..., lis
     own = {"dtype": "float32", "device": "cpu", "kv_memory": "128 blocks"}
     team, questions = real.load("reading")
     with method_named(method).open(smollm2.loaded, **own) as engine:
-        probe = Probe(engine, rows=1)
 
         def ask(number: int, orders: GuardOrders = GuardOrders()) -> list[ProbeResult]:  # noqa: B008 (it is frozen)
-            recorder = Told(engine, probe, orders)
+            recorder = Told(engine, orders)
             run(
                 recorder,
                 team.workflow().shortened(ANSWER),
