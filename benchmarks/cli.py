@@ -60,8 +60,7 @@ def ttft(
         f"floor: the bytes that must move, at the {data['bandwidth_gb_per_s']:.1f} GB/s of a copy on this device"
     )
     console.print(f"anchors weigh {data['memory_ratio']:.2f} times the KV of the messages they are of")
-    if json_file:
-        save(console, json_file, {"settings": asdict(settings), **data})
+    save(console, json_file, {"settings": asdict(settings), **data})
 
 
 @benchmarks.command()
@@ -109,8 +108,7 @@ def workflow(
         console.print(tables.workflow(case.as_json()))
     if not all(case.tokens_identical for case in (*result.cases, *result.controls.values())):
         console.print("the policies did not all give the same tokens", style="red")
-    if json_file:
-        save(console, json_file, {"settings": asdict(settings), **result.as_json()})
+    save(console, json_file, {"settings": asdict(settings), **result.as_json()})
 
 
 @benchmarks.command()
@@ -150,8 +148,7 @@ def guard(
     if clean := data.get("clean"):
         counts = "clean: {calls} calls, {translated} translated, {checks} checked, {false_alarms} false alarms"
         console.print(f"{counts.format(**clean)}, {'' if clean['ever_off'] else 'never '}switched off")
-    if json_file:
-        save(console, json_file, {"settings": {**asdict(settings), "model": model.name}, **data})
+    save(console, json_file, {"settings": {**asdict(settings), "model": model.name}, **data})
 
 
 @benchmarks.command()
@@ -178,5 +175,4 @@ def accuracy(
     with console.status("accuracy") as status:
         rows = measure(settings, status.update)
     console.print(tables.accuracy(settings.task, rows))
-    if json_file:
-        save(console, json_file, {"settings": {**asdict(settings), "model": model.name}, "rows": rows})
+    save(console, json_file, {"settings": {**asdict(settings), "model": model.name}, "rows": rows})

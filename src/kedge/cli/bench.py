@@ -99,10 +99,9 @@ def fidelity(
         data = measure(flow, asked, chosen, settings, status.update)
     console.print(tables.fidelity(data))
     console.print(tables.fidelity_notes(data))
-    if json_file:
-        sizes = {"questions": settings.questions, "taught": settings.taught, "tokens": settings.tokens}
-        given = {"model": model.name, "task": task, "seed": seed, **sizes}
-        save(console, json_file, {"settings": given, **data})
+    sizes = {"questions": settings.questions, "taught": settings.taught, "tokens": settings.tokens}
+    given = {"model": model.name, "task": task, "seed": seed, **sizes}
+    save(console, json_file, {"settings": given, **data})
 
 
 def _questions(task: str, dataset: Path | None, seed: int) -> tuple[Workflow, list[Mapping[str, str]]]:
@@ -169,9 +168,8 @@ def vllm(
         found = measure(settings, {name: cases[name] for name in case or CASES}, status.update)
     for name, figures in found.items():
         console.print(*shown.get(name, tables.vllm_flow)(figures), sep="\n")
-    if json_file:
-        given = {**asdict(settings), "model": model and model.name}
-        save(console, json_file, {"settings": given, **found})
+    given = {**asdict(settings), "model": model and model.name}
+    save(console, json_file, {"settings": given, **found})
 
 
 @bench.command()
@@ -225,8 +223,7 @@ def sessions(
     extra = benchmarks("tables") if full else None
     beside = extra.sessions_beside(data) if extra else ()
     console.print(*tables.sessions(data), *beside, sep="\n")
-    if json_file:
-        save(console, json_file, {"settings": asdict(settings), **data})
+    save(console, json_file, {"settings": asdict(settings), **data})
 
 
 @bench.command()

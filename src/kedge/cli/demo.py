@@ -48,8 +48,7 @@ def demo(
     result = _compare(console, questions, task, model, seed)
     console.print(score_table(result["agents"]), _summary(result))
     console.print(TOY if is_toy else f"{model} in {result['dtype']}. {REAL}")
-    if json_file:
-        save(console, json_file, {**result, "task": task, "seed": seed})
+    save(console, json_file, {**result, "task": task, "seed": seed})
 
 
 def _compare(console: Console, count: int, task: str, model: Path | None, seed: int) -> dict[str, Any]:

@@ -48,10 +48,11 @@ def cells(row: Row, columns: Columns) -> list[str]:
     return ["-" if figure is None else format(figure, form) for figure, form in found]
 
 
-def save(console: Console, file: Path, results: Mapping[str, object]) -> None:
-    """Write results with a description of the machine, and print the file's path."""
-    write(file, results)
-    console.print(f"results: {file}")
+def save(console: Console, file: Path | None, results: Mapping[str, object]) -> None:
+    """Write results with a description of the machine, and print the file's path; None is for no file."""
+    if file is not None:
+        write(file, results)
+        console.print(f"results: {file}")
 
 
 def write(file: Path, results: Mapping[str, object]) -> None:
