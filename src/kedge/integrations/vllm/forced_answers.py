@@ -37,7 +37,8 @@ class WantedAnswer(NamedTuple):
 
 
 class ForcedAnswers(LogitsProcessor, OfSecondRunner):
-    """Forces answers to the token ids in `extra_args["kedge_forced"]`; a client's list that is none is ignored.
+    """Forces answers to the token ids in `extra_args["kedge_forced"]`, and knows how many first tokens have
+    log-probabilities: `extra_args["kedge_first_logprobs"]`, or else all. A client's value that is neither is ignored.
 
     Nothing is forced without Kedge's connector, beside drafts, and where log-probabilities would be those of the force.
     """
