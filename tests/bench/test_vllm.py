@@ -15,22 +15,7 @@ from kedge.bench import vllm as bench
 from kedge.bench.flows import Sizes, single_flow
 from kedge.bench.load import AGENTS, USUAL, LoadTeam, TeamSizes, random_flow, random_team, reading_team
 from kedge.bench.shapes import SHAPES
-from kedge.bench.vllm import (
-    BLOCK,
-    KEDGE,
-    LOAD_ROOM,
-    STOCK,
-    KvRoom,
-    VllmBenchSettings,
-    VllmCall,
-    VllmClients,
-    VllmTrial,
-    engine_settings,
-    flow_figures,
-    measure_load,
-    plugin,
-    trial_figures,
-)
+from kedge.bench.vllm import BLOCK, KEDGE, STOCK, VllmBenchSettings, VllmCall, VllmClients, VllmTrial
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.engine.echo import EchoEngine
 from kedge.integrations.vllm.engine.options import refuse_foreign
@@ -54,7 +39,7 @@ def test_rates_are_shares_of_all_prompt_tokens() -> None:
         VllmTrial(2.0, (call(100, 80, 0.1, waited=10), call(50, 0, 0.3, waited=0))),
         VllmTrial(4.0, (call(50, 20, 0.2, waited=20),)),
     ]
-    said = trial_figures(trials)
+    said = bench.trial_figures(trials)
     assert said["hit_rate"] == 0.5 and said["waited_rate"] == 0.15
     assert said["ttft_p50_ms"] == 200.0 and said["ttft_p90_ms"] == 300.0
     assert said["tokens_per_s"] == pytest.approx((4 / 2 + 2 / 4) / 2)
@@ -65,19 +50,19 @@ def test_trials_are_compared_in_pairs() -> None:
     work = single_flow(Sizes(), 1000, 0)
     stock = [VllmTrial(4.0, (call(9, 0),)), VllmTrial(9.0, (call(9, 0),))]
     ours = [VllmTrial(2.0, (call(9, 0),)), VllmTrial(3.0, (call(9, 0, tokens=(1, 3)),))]
-    case = flow_figures("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
+    case = bench.flow_figures("cycle", work, 0.1, {STOCK: stock, KEDGE: ours})
     assert case["speedup"] == {"median": 2.5, "min": 2.0, "max": 3.0}
     assert not case["tokens_identical"]
-    assert flow_figures("cycle", work, 0.1, {STOCK: stock, KEDGE: stock})["tokens_identical"]
+    assert bench.flow_figures("cycle", work, 0.1, {STOCK: stock, KEDGE: stock})["tokens_identical"]
 
 
 @pytest.mark.parametrize(("tokens", "longest", "blocks"), [(320, 32, 11), (321, 32, 12), (32, 100, 5)])
 def test_room_holds_its_tokens_and_vllms_own_block(tokens: int, longest: int, blocks: int) -> None:
-    assert KvRoom(tokens, longest).blocks == blocks
+    assert bench.KvRoom(tokens, longest).blocks == blocks
 
 
 def test_the_host_has_room_for_twice_what_is_fixed() -> None:
-    tiers = plugin(single_flow(SIZES, 1000, 0, agents=CYCLE), 0.5)["tiers"]
+    tiers = bench.plugin(single_flow(SIZES, 1000, 0, agents=CYCLE), 0.5)["tiers"]
     assert tiers == {"host_memory": f"{2 * CYCLE * 8} blocks", "throttle": 0.5}
 
 
@@ -131,12 +116,12 @@ def test_a_random_teams_texts_are_tokens_of_its_folders_tokenizer_and_fit(tmp_pa
     assert team.flow == random_flow(vocab, USUAL.answer) and model == tmp_path
     prompts = compiled(team.flow, tokenizer).values()
     longest = max(sum(map(len, prompt.prefixes)) for prompt in prompts)
-    assert longest + USUAL.question + AGENTS * (USUAL.answer + 1) < LOAD_ROOM.longest
+    assert longest + USUAL.question + AGENTS * (USUAL.answer + 1) < bench.LOAD_ROOM.longest
 
 
 @pytest.mark.parametrize("team", [reading_team(0), random_team(100, USUAL, 0)])
 def test_both_engines_have_settings_that_the_plug_in_takes(team: LoadTeam) -> None:
-    settings = engine_settings(Path("model"), team)
+    settings = bench.engine_settings(Path("model"), team)
     refuse_foreign(settings)
     assert settings.anchors.max_error == team.anchors.get("max_error")
 
@@ -163,7 +148,7 @@ def test_every_combination_has_an_engine_of_its_own_that_one_team_has_warmed_up(
     monkeypatch.setattr(FakeEngine, "made", [])
     monkeypatch.setattr(bench, "VLLMEngine", FakeEngine)
     notes = list[str]()
-    found = measure_load(TINY, tmp_path, notes.append)
+    found = bench.measure_load(TINY, tmp_path, notes.append)
     assert list(found) == ["tiny"] and list(found["tiny"]) == ["1", "2"]
     turns = [(1, STOCK), (1, KEDGE), (2, KEDGE), (2, STOCK)]
     assert notes == [f"load: {count} at once, {name}, trial {trial} of 2" for count in (1, 2) for trial, name in turns]
