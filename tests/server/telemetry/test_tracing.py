@@ -53,39 +53,25 @@ def finished(spans: Any, count: int) -> list[Any]:
 
 
 def test_a_call_is_a_span_below_its_callers(traced: Served, spans: Any) -> None:
-    client = traced.client()
-    client.chat.completions.create(
-        model="kedge-nano",
-        messages=[{"role": "user", "content": "secret words"}],
-        max_tokens=5,
-        temperature=0.5,
-        seed=3,
-        stop=["!"],
-        extra_headers={"traceparent": PARENT},
-        extra_body={"kedge": {"workflow": "w", "agent": "judge", "run": "r1", "reuse": "exact"}},
-    )
+    hints = {"kedge": {"workflow": "w", "agent": "judge", "run": "r1", "reuse": "exact"}}
+    messages = [{"role": "user", "content": "secret words"}]
+    sampling = {"max_tokens": 5, "temperature": 0.5, "seed": 3, "stop": ["!"]}
+    sent = {"extra_headers": {"traceparent": PARENT}, "extra_body": hints}
+    traced.client().chat.completions.create(model="kedge-nano", messages=messages, **sampling, **sent)
     (span,) = finished(spans, 1)
     assert (span.name, span.kind.name, span.status.is_ok) == ("chat kedge-nano", "SERVER", True)
     assert f"{span.parent.span_id:016x}" in PARENT
     told = dict(span.attributes)
     tokens = {key: told.pop(key) for key in list(told) if key.startswith(("kedge.prompt_tokens.", "gen_ai.usage"))}
     assert told == {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.provider.name": "kedge",
-        "gen_ai.request.model": "kedge-nano",
-        "gen_ai.response.model": "kedge-nano",
-        "gen_ai.request.max_tokens": 5,
-        "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.top_p": 1.0,
-        "gen_ai.request.seed": 3,
-        "gen_ai.request.stop_sequences": ("!",),
+        "gen_ai.operation.name": "chat", "gen_ai.provider.name": "kedge",
+        "gen_ai.request.model": "kedge-nano", "gen_ai.response.model": "kedge-nano",
+        "gen_ai.request.max_tokens": 5, "gen_ai.request.temperature": 0.5, "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.seed": 3, "gen_ai.request.stop_sequences": ("!",),
         "gen_ai.response.finish_reasons": ("length",),
-        "gen_ai.agent.name": "judge",
-        "gen_ai.conversation.id": "r1",
-        "kedge.workflow": "w",
-        "kedge.reuse": "exact",
-        "kedge.tenant": "default",
-    }
+        "gen_ai.agent.name": "judge", "gen_ai.conversation.id": "r1",
+        "kedge.workflow": "w", "kedge.reuse": "exact", "kedge.tenant": "default",
+    }  # fmt: skip
     prompt = tokens.pop("gen_ai.usage.input_tokens")
     assert tokens.pop("gen_ai.usage.output_tokens") == 5
     assert sum(tokens.values()) == prompt > 0
@@ -133,25 +119,17 @@ def test_a_run_is_a_span_with_its_agents_and_tools_below_it(traced: Served, span
     assert {span.parent.span_id for span in children} == {run.context.span_id}
     assert all(span.status.status_code.name == "UNSET" for span in by_name.values())
     conversation = run.attributes["gen_ai.conversation.id"]
+    in_run = {"gen_ai.provider.name": "kedge", "gen_ai.conversation.id": conversation}
     assert dict(run.attributes) == {
-        "gen_ai.operation.name": "invoke_workflow",
-        "gen_ai.provider.name": "kedge",
-        "gen_ai.workflow.name": "coders",
-        "gen_ai.conversation.id": conversation,
-        "kedge.tenant": "default",
-        "kedge.run.status": "finished",
-    }
+        **in_run, "gen_ai.operation.name": "invoke_workflow", "gen_ai.workflow.name": "coders",
+        "kedge.tenant": "default", "kedge.run.status": "finished",
+    }  # fmt: skip
     writer, tool, reader = children
     assert dict(tool.attributes) == {
-        "gen_ai.operation.name": "execute_tool",
-        "gen_ai.provider.name": "kedge",
-        "gen_ai.conversation.id": conversation,
-        "gen_ai.agent.name": "writer",
-        "gen_ai.tool.name": "answer_as_python",
-        "gen_ai.tool.type": "function",
-        "kedge.workflow": "coders",
-        "kedge.turn": 0,
-    }
+        **in_run, "gen_ai.operation.name": "execute_tool", "gen_ai.agent.name": "writer",
+        "gen_ai.tool.name": "answer_as_python", "gen_ai.tool.type": "function",
+        "kedge.workflow": "coders", "kedge.turn": 0,
+    }  # fmt: skip
     assert writer.end_time <= tool.start_time < tool.end_time <= reader.start_time < reader.end_time <= run.end_time
     assert [event.name for event in reader.events] == ["gen_ai.first_token"]
     prompt = traced.engine.requests[-1].prompt_tokens
