@@ -145,10 +145,7 @@ def test_history_and_loops_over_turns(engine: Engine) -> None:
 
 
 def test_empty_answers_and_tool_results_leave_no_segment() -> None:
-    workflow = flow(
-        agent("a", tool=lambda answer, inputs: ""),  # noqa: ARG005
-        agent("b", "agent_a_current", "condition_a_current"),
-    )
+    workflow = flow(agent("a", tool=lambda *_: ""), agent("b", "agent_a_current", "condition_a_current"))
     with EchoEngine({"a": "", "b": "x"}) as engine:
         assert run(engine, workflow, ASK).text == "x"
         assert [name for name, _, _ in filled(engine, engine.requests[1])] == ["user_question"]

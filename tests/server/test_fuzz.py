@@ -43,13 +43,8 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
         assert fuzz_api.leftovers(running.app, engine) == ""
 
 
-def document() -> dict[str, Any]:
-    with EchoEngine() as engine:
-        said: dict[str, Any] = create_app(engine).openapi()
-    return said
-
-
-schema = schemathesis.openapi.from_dict(document())
+with EchoEngine() as document_of:
+    schema = schemathesis.openapi.from_dict(create_app(document_of).openapi())
 
 
 @schema.parametrize()

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,19 +24,10 @@ from tests.engine.conformance import EngineConformance
 ACME, OTHER = "acme", "other"
 
 
-def request(
-    number: int, agent: str = "solver", run: str = "", tenant: str = ACME, fixed: int | None = None
-) -> GenerateRequest:
-    return GenerateRequest(
-        segments=(Segment((1, 2, 3), "p0"), Segment((4, 5), "p1")),
-        request_id=f"{tenant}{number}",
-        tenant=tenant,
-        client="c",
-        workflow="flow",
-        run=run,
-        agent=agent,
-        fixed=fixed,
-    )
+def request(number: int, agent: str = "solver", tenant: str = ACME, **more: Any) -> GenerateRequest:
+    segments = Segment((1, 2, 3), "p0"), Segment((4, 5), "p1")
+    whose = {"tenant": tenant, "client": "c", "workflow": "flow", "agent": agent}
+    return GenerateRequest(segments, request_id=f"{tenant}{number}", **whose, **more)
 
 
 def receipt(computed: int, device: int = 0) -> Receipt:

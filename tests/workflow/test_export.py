@@ -94,14 +94,8 @@ NAMES = st.text(min_size=1) | st.text('"\\&#;<>[]|-_@`%\n\té中🙂', min_size=
 @st.composite
 def diagrams(draw: st.DrawFn) -> tuple[str, list[str], list[Edge]]:
     names = draw(st.lists(NAMES, min_size=1, max_size=6, unique=True))
-    edges = st.builds(
-        Edge,
-        st.sampled_from(names),
-        st.sampled_from(names),
-        st.booleans(),
-        st.none() | st.integers(1, 6),
-        st.none() | st.floats(0, 1),
-    )
+    end, number, share = st.sampled_from(names), st.none() | st.integers(1, 6), st.none() | st.floats(0, 1)
+    edges = st.builds(Edge, end, end, st.booleans(), number, share)
     return draw(NAMES), names, draw(st.lists(edges, max_size=5))
 
 

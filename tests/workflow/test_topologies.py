@@ -79,10 +79,7 @@ def test_a_topology_needs_agents_and_options_that_can_work() -> None:
 
 
 def test_connect_writes_the_prompts() -> None:
-    agents = [
-        Agent("a", "", "", title="The {Curly}", tool=lambda answer, inputs: answer),  # noqa: ARG005
-        Agent("b", "", ""),
-    ]
+    agents = [Agent("a", "", "", title="The {Curly}", tool=lambda answer, _: answer), Agent("b", "", "")]
     wording = Wording("Q {task}", "\nHeard:", "\n{title}: ", " -> ", "\nYou, {title}!")
     workflow = connect("w", agents, fully_connected(agents), wording, inputs=("task",))
     assert workflow.agents[0].user == "Q {task}\nYou, The {{Curly}}!"

@@ -302,10 +302,7 @@ def test_a_server_that_cannot_be_read_is_named(url: str) -> None:
     assert failed.exit_code == 2 and url in failed.output.replace("\n", "")
 
 
-CLEAN, CHANGED = (
-    DecisionComparison({DecisionKind.FAR: False}, 0.0),
-    DecisionComparison({DecisionKind.FAR: True}, 1.0),
-)
+CLEAN, CHANGED = (DecisionComparison({DecisionKind.FAR: kl > 0}, kl) for kl in (0.0, 1.0))
 EMPTY = {"object": "guard", "mode": None, "max_changed": None, "agents": []}
 
 
