@@ -145,6 +145,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 SHORT, LONG = ([start + step / 8 for step in range(8)] for start in (1.0, 2.0))
 CAPS = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}
 WINDOW = {"attention.sliding_window": 8}
+GEMMA = {"head_dim": 32, "sliding_window": 8, "query_pre_attn_scalar": 32}
 
 
 def _llama3() -> Family:
@@ -165,41 +166,28 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": SHOR
 FAMILIES = {
     "llama": LLAMA,
     "llama, linear": Family(
-        "llama",
-        transformers.LlamaConfig(**BASE, head_dim=16, rope_parameters=LINEAR),
-        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
-        is_permuted=True,
+        "llama", transformers.LlamaConfig(**BASE, head_dim=16, rope_parameters=LINEAR),
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, is_permuted=True,
     ),
     "llama 3": _llama3(),
     "qwen2": Family("qwen2", transformers.Qwen2Config(**BASE, head_dim=16)),
     "qwen2, yarn": Family(
-        "qwen2",
-        transformers.Qwen2Config(**BASE, head_dim=16, rope_parameters=YARN),
+        "qwen2", transformers.Qwen2Config(**BASE, head_dim=16, rope_parameters=YARN),
         {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32},
     ),
     "qwen3, wide heads": Family("qwen3", transformers.Qwen3Config(**BASE, head_dim=32)),
     "gemma2": Family(
-        "gemma2",
-        transformers.Gemma2Config(**BASE, head_dim=32, sliding_window=8, query_pre_attn_scalar=32, **CAPS),
-        {**WINDOW, **CAPS},
-        norm_offset=1.0,
+        "gemma2", transformers.Gemma2Config(**BASE, **GEMMA, **CAPS), {**WINDOW, **CAPS}, norm_offset=1.0
     ),
     "gemma3": Family(
-        "gemma3",
-        transformers.Gemma3TextConfig(
-            **{**BASE, "num_hidden_layers": 7}, head_dim=32, sliding_window=8, query_pre_attn_scalar=32
-        ),
-        WINDOW,
-        norm_offset=1.0,
+        "gemma3", transformers.Gemma3TextConfig(**BASE | {"num_hidden_layers": 7}, **GEMMA), WINDOW, norm_offset=1.0
     ),
     "phi3": Family("phi3", _phi3(sliding_window=8), WINDOW),
     "phi3, longrope": Family(
-        "phi3",
-        _phi3(rope_parameters=LONGROPE, **ORIGINAL),
-        {"rope.scaling.original_context_length": 64},
+        "phi3", _phi3(rope_parameters=LONGROPE, **ORIGINAL), {"rope.scaling.original_context_length": 64},
         tensors={"rope_factors_short.weight": torch.tensor(SHORT), "rope_factors_long.weight": torch.tensor(LONG)},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -316,6 +304,7 @@ def test_what_is_no_gguf_or_is_cut_is_corrupt(content: bytes | float, file: Path
 
 
 BIASED = transformers.LlamaConfig(**BASE, head_dim=16, attention_bias=True)
+FREQUENCIES = {"rope_freqs.weight": torch.linspace(1, 3, 8)}
 REFUSED: dict[str, tuple[Family, dict[str, Any], type[ModelError], str]] = {
     "architecture": (replace(LLAMA, architecture="mpt"), {"omit": ".*"}, UnsupportedModel, "architecture mpt"),
     "no tokenizer": (LLAMA, {"tokens": False}, UnsupportedModel, "has no tokenizer in it"),
@@ -324,12 +313,7 @@ REFUSED: dict[str, tuple[Family, dict[str, Any], type[ModelError], str]] = {
     "shapes": (replace(LLAMA, values={"vocab_size": 99}), {}, CorruptWeights, "its weights do not fit"),
     "rope": (replace(LLAMA, values={"rope.scaling.type": "odd"}), {}, UnsupportedModel, "scaled as 'odd'"),
     "window": (replace(LLAMA, values=WINDOW), {}, UnsupportedModel, "attention.sliding_window has no place"),
-    "frequencies": (
-        replace(LLAMA, tensors={"rope_freqs.weight": torch.linspace(1, 3, 8)}),
-        {},
-        UnsupportedModel,
-        "not those of Llama 3",
-    ),
+    "frequencies": (replace(LLAMA, tensors=FREQUENCIES), {}, UnsupportedModel, "not those of Llama 3"),
 }
 
 

@@ -219,24 +219,19 @@ def test_no_message_speaks_of_pythons_types(http: httpx.Client, path: str, field
 # large bodies ---------------------------------------------------------------------------------------------------------
 
 MANY = 50_000
+ONES, NUMBERED = [1] * MANY, {str(at): at for at in range(MANY)}
 MANY_WRONG: list[tuple[Any, str, dict[str, Any]]] = [
-    (ChatBody, CHAT, {"messages": [1] * MANY}),
-    (ChatBody, CHAT, {"messages": [{"role": "user", "content": [1] * MANY}]}),
-    (ChatBody, CHAT, {"messages": [{"role": "assistant", "tool_calls": [1] * MANY}]}),
-    (ChatBody, CHAT, {"messages": HI, "tools": [1] * MANY}),
-    (ChatBody, CHAT, {"messages": HI, "stop": [1] * MANY}),
-    (ChatBody, CHAT, {"messages": HI, "documents": [1] * MANY}),
-    (CompletionBody, TEXT, {"prompt": [None] * MANY}),
-    (CompletionBody, TEXT, {"prompt": [[None] * MANY]}),
-    (MessagesBody, MESSAGES, {"messages": [1] * MANY}),
-    (MessagesBody, MESSAGES, {"messages": HI, "system": [1] * MANY}),
-    (MessagesBody, MESSAGES, {"messages": HI, "tools": [{}] * MANY}),
-    (MessagesBody, MESSAGES, {"messages": HI, "stop_sequences": [1] * MANY}),
-    (ResponsesBody, RESPONSES, {"input": [1] * MANY}),
-    (ResponsesBody, RESPONSES, {"input": "x", "tools": [1] * MANY}),
-    (RunBody, RUNS, {"inputs": {str(at): at for at in range(MANY)}}),
-    (RunBody, RUNS, {"inputs": {}, "reuse": {str(at): at for at in range(MANY)}}),
-]
+    *((ChatBody, CHAT, {"messages": bad}) for bad in (
+        ONES, [{"role": "user", "content": ONES}], [{"role": "assistant", "tool_calls": ONES}],
+    )),
+    *((ChatBody, CHAT, {"messages": HI, name: ONES}) for name in ("tools", "stop", "documents")),
+    *((CompletionBody, TEXT, {"prompt": bad}) for bad in ([None] * MANY, [[None] * MANY])),
+    *((MessagesBody, MESSAGES, {"messages": HI, name: bad}) for name, bad in (
+        ("messages", ONES), ("system", ONES), ("tools", [{}] * MANY), ("stop_sequences", ONES),
+    )),
+    *((ResponsesBody, RESPONSES, body) for body in ({"input": ONES}, {"input": "x", "tools": ONES})),
+    *((RunBody, RUNS, body) for body in ({"inputs": NUMBERED}, {"inputs": {}, "reuse": NUMBERED})),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "path", "body"), MANY_WRONG)

@@ -175,22 +175,15 @@ def test_tenants_are_those_who_may_generate_and_without_keys_everyone_is_one() -
     assert ring.of_headers({}).id == ring.of_headers({"authorization": "Bearer anything"}).id == TenantId("default")
 
 
+KEYED = f"keys = ['{hashed(A)}']"
 BAD_FILES = [
-    "",
-    "[",
-    "[tenants]\nacme = 5",
-    "tenants = 5",
-    "[tenants.acme]\nkeys = []",
-    "[tenants.acme]\nkeys = ['sk-secret']",
-    "[tenants.acme]\nkeys = [5]",
-    f"[tenants.acme]\nkeys = ['{hashed(A)}']\nspeed = 1",
-    f"[tenants.acme]\nkeys = ['{hashed(A)}']\nrequests_in_flight = 0",
-    f"[tenants.acme]\nkeys = ['{hashed(A)}']\nanchor_bytes = 'much'",
-    f"[tenants.acme]\nkeys = ['{hashed(A)}']\nanchors = true",
-    f"[tenants.acme]\nkeys = ['{hashed(A)}', '{hashed(A)}']",
-    f"[tenants.'a/b']\nkeys = ['{hashed(A)}']",
-    "[other]",
-]
+    "", "[", "tenants = 5", "[tenants]\nacme = 5", "[other]", f"[tenants.'a/b']\n{KEYED}",
+    *(f"[tenants.acme]\n{said}" for said in (
+        "keys = []", "keys = [5]", "keys = ['sk-secret']", f"keys = ['{hashed(A)}', '{hashed(A)}']",
+        f"{KEYED}\nspeed = 1", f"{KEYED}\nanchors = true", f"{KEYED}\nanchor_bytes = 'much'",
+        f"{KEYED}\nrequests_in_flight = 0",
+    )),
+]  # fmt: skip
 BAD_VARIABLES = ["acme", "acme:sk-secret", f":{hashed(A)}", f"a:{hashed(A)},b:{hashed(A)}"]
 
 
