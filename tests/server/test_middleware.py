@@ -242,12 +242,10 @@ def test_a_server_whose_engine_hangs_says_so_and_ends(monkeypatch: pytest.Monkey
         time.sleep(0.7)
         assert http.get("/health").status_code == 200, "it takes its time, and steps"
         os.kill(engine.pid, signal.SIGSTOP)
-        with running.http() as other:
-            wait_until(lambda: other.get("/health").status_code == 503)
-            assert "hung" in other.get("/health").json()["error"]["message"]
+        wait_until(lambda: http.get("/health").status_code == 503)
+        assert "hung" in http.get("/health").json()["error"]["message"]
         os.kill(engine.pid, signal.SIGCONT)
-        with running.http() as other:
-            wait_until(lambda: other.get("/health").status_code == 200)
+        wait_until(lambda: http.get("/health").status_code == 200)
         os.kill(engine.pid, signal.SIGSTOP)
         running.end()
         assert running.has_ended()

@@ -34,13 +34,8 @@ def test_order_is_topological_and_otherwise_as_declared() -> None:
     assert workflow.waits_for["c"] == {"d"}
 
 
-@given(
-    st.integers(0, 8).flatmap(
-        lambda n: st.tuples(st.permutations(range(n)), st.sets(st.tuples(*[st.integers(0, 7)] * 2)))
-    )
-)
-def test_order_of_any_dag(drawn: tuple[list[int], set[tuple[int, int]]]) -> None:
-    permutation, pairs = drawn
+@given(st.integers(0, 8).flatmap(lambda n: st.permutations(range(n))), st.sets(st.tuples(*[st.integers(0, 7)] * 2)))
+def test_order_of_any_dag(permutation: list[int], pairs: set[tuple[int, int]]) -> None:
     ids = [AgentId(str(i)) for i in permutation]
     waits = {
         name: frozenset(AgentId(str(i)) for i, j in pairs if j == int(name) and i < j and str(i) in ids) for name in ids
