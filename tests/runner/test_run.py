@@ -54,10 +54,8 @@ def filled(engine: EchoEngine, request: GenerateRequest) -> list[tuple[str, str,
 def test_answers_and_tool_results_go_on(engine: Engine) -> None:
     workflow = flow(agent("a", tool=upper), agent("b", "agent_a_current", "condition_a_current"))
     result = run(engine, workflow, ASK, run_id="r1", tenant="t")
-    assert [(said.agent, said.text, said.tool_result) for said in result.results] == [
-        ("a", "<a>", "why? <A>"),
-        ("b", "<b>", None),
-    ]
+    said = [(one.agent, one.text, one.tool_result) for one in result.results]
+    assert said == [("a", "<a>", "why? <A>"), ("b", "<b>", None)]
     assert (result.text, result.run_id) == ("<b>", "r1")
     assert filled(engine, engine.requests[1]) == [
         ("user_question", "why?", "input_user_question@0"),

@@ -73,9 +73,8 @@ def test_bindings_fill_an_agents_template(served: Served, http: httpx.Client) ->
     answer = asked(http, "last", {"user_question": "<|eos|>", "agent_first_current": "yes"}).json()
     assert answer["choices"][0]["message"]["content"] == "the end"
     request = served.engine.requests[-1]
-    assert [segment.name for segment in request.segments] == [
-        "p0", "user_question", "p1", "agent_first_current", "p2"
-    ]  # fmt: skip
+    names = [segment.name for segment in request.segments]
+    assert names == ["p0", "user_question", "p1", "agent_first_current", "p2"]
     assert 257 not in request.tokens
     assert (request.workflow, request.agent, request.reuse) == ("pair", "last", "translate")
     assert (request.produces, request.sampling.temperature, request.sampling.max_tokens) == (None, 0.0, 256)

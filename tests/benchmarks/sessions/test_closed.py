@@ -147,12 +147,9 @@ def test_figures_by_hand() -> None:
 
 
 def test_conversations_are_played_without_sub_agents_and_if_long_enough() -> None:
-    sub = TraceTurn(record(parent="s0"), (1,), 0)
-    assert main_sessions([[sub, *growing(1, 1)], growing(1, 1)[:8], growing(1, 1)[:9]]) == [
-        growing(1, 1),
-        growing(1, 1)[:9],
-    ]
-    assert closed_loop((2,), SHORT, [growing(1, 1)[:3]], lambda _: None) == {}
+    sub, turns = TraceTurn(record(parent="s0"), (1,), 0), growing(1, 1)
+    assert main_sessions([[sub, *turns], turns[:8], turns[:9]]) == [turns, turns[:9]]
+    assert closed_loop((2,), SHORT, [turns[:3]], lambda _: None) == {}
 
 
 def test_past_the_cliff_kedge_serves_more_and_nobody_waits_longer() -> None:

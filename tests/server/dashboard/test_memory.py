@@ -77,20 +77,12 @@ def test_a_time_counts_as_what_most_of_the_prompt_was_and_medians_are_by_kind(tm
 
 
 def test_tokens_over_time(tmp_path: Any) -> None:
-    ages = [
-        (0, {"translated": 4}),
-        (10, {"computed": 5}),
-        (11, {"device": 2, "computed": 1}),
-        (294, {"host": 1}),
-        (301, {"host": 7}),
-    ]
+    ages = [(0, {"translated": 4}), (10, {"computed": 5}), (11, {"device": 2, "computed": 1}),
+            (294, {"host": 1}), (301, {"host": 7})]  # fmt: skip
     tokens = shown(tmp_path, told(*(done(age_s=age, **some) for age, some in ages)))["series"]["tokens"]
     assert {source: [(at - 60, n) for at, n in enumerate(slots) if n] for source, slots in tokens.items()} == {
-        "device": [(-4, 2)],
-        "host": [(-60, 1)],
-        "translated": [(-1, 4)],
-        "computed": [(-4, 1), (-3, 5)],
-    }
+        "device": [(-4, 2)], "host": [(-60, 1)], "translated": [(-1, 4)], "computed": [(-4, 1), (-3, 5)],
+    }  # fmt: skip
 
 
 def test_a_run_has_its_agents_and_how_it_stands_and_failures_are_counted_by_kind(tmp_path: Any) -> None:
@@ -104,20 +96,15 @@ def test_a_run_has_its_agents_and_how_it_stands_and_failures_are_counted_by_kind
     )  # fmt: skip
     state = shown(tmp_path, answer)
     runs = {one["id"]: one for one in state["runs"]}
-    assert [(name, one["status"], one["reason"]) for name, one in runs.items()] == [
-        ("s", "failed", "boom"),
-        ("old", "ended", None),
-        ("r", "running", None),
-    ]
+    ends = [(name, one["status"], one["reason"]) for name, one in runs.items()]
+    assert ends == [("s", "failed", "boom"), ("old", "ended", None), ("r", "running", None)]
     assert runs["r"]["agents"] == {
         "a": {"state": "running", "calls": 1, "steps": 2},
         "b": {"state": "stopped", "calls": 0, "steps": None},
         "c": {"state": "expected", "calls": 0, "steps": 1},
     }
-    assert [(one["agent"], one["running"], one["calls"], one["steps"]) for one in state["agents"]] == [
-        ("a", 1, 2, 2),
-        ("b", 0, 0, None),
-    ]
+    agents = [(one["agent"], one["running"], one["calls"], one["steps"]) for one in state["agents"]]
+    assert agents == [("a", 1, 2, 2), ("b", 0, 0, None)]
     assert (state["requests"], state["running"], state["waiting"]) == (4, 1, 0)
     found = state["failures"]
     assert (found["refused"], found["failed"], len(found["list"])) == (2, 1, 3)

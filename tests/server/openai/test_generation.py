@@ -74,12 +74,8 @@ def events(http: httpx.Client, path: str, **body: object) -> list[object]:
 def test_events_of_a_chat_are_as_openai_writes_them(http: httpx.Client) -> None:
     *chunks, done = events(http, "/v1/chat/completions", messages=say("x"), max_tokens=2)
     assert done == "[DONE]"
-    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
-        {"role": "assistant", "content": ""},
-        {"content": "u"},
-        {"content": "s"},
-        {},
-    ]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "u"}, {"content": "s"}, {}]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "length"]
     assert len({(chunk["id"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
     assert ["kedge" in chunk for chunk in chunks] == [False, False, False, True]
@@ -178,15 +174,9 @@ def test_a_chat_with_its_log_probabilities(client: openai.OpenAI) -> None:
     entries = answer.choices[0].logprobs.content
     assert answer.choices[0].logprobs.refusal is None
     assert bytes(byte for entry in entries for byte in entry.bytes).decode() == answer.choices[0].message.content
-    assert entries[0].model_dump() == {
-        "token": "u",
-        "bytes": [117],
-        "logprob": HALF,
-        "top_logprobs": [
-            {"token": "u", "bytes": [117], "logprob": HALF},
-            {"token": "v", "bytes": [118], "logprob": QUARTER},
-        ],
-    }
+    first = {"token": "u", "bytes": [117], "logprob": HALF}
+    next_best = {"token": "v", "bytes": [118], "logprob": QUARTER}
+    assert entries[0].model_dump() == {**first, "top_logprobs": [first, next_best]}
     assert (entries[5].token, entries[5].bytes) == ("\ufffd", [0xC3])
 
 
