@@ -202,25 +202,17 @@ def test_the_neighbour_does_not_starve(num_blocks: int) -> None:
 # a full pool ----------------------------------------------------------------------------------------------------------
 
 ROOM = {"kv_memory": "26 blocks", "max_batch_tokens": 64}
-"""For three calls of `crowd`, but for no other one"""
+"""For three calls as of `crowded`, but for no other one"""
 
 
-def crowd(reuse: ReuseMode = ReuseMode.EXACT, prompt_logprobs: int | None = None) -> list[GenerateRequest]:
-    """Calls of a neighbour, of which the youngest reads a long prompt."""
-    sizes = (60, 60, 200)
-    return [
-        call(seed=at, size=size, answer=20, reuse=reuse, prompt_logprobs=prompt_logprobs)
-        for at, size in enumerate(sizes)
-    ]
-
-
-def crowded(engine: Stepped, requests: list[GenerateRequest], steps: int) -> list[RequestSequence]:
-    """The sequences of these calls, so many steps after the youngest was admitted."""
-    sequences = [engine.submit(request) for request in requests]
+def crowded(steps: int = 5, **kind: Any) -> tuple[Stepped, list[RequestSequence]]:
+    """A neighbour's calls in an engine of their own, so many steps after the youngest, a long one, was admitted."""
+    engine = Stepped(**ROOM)
+    sequences = [engine.submit(call(seed=at, size=size, answer=20, **kind)) for at, size in enumerate((60, 60, 200))]
     engine.until(lambda: sequences[-1].admitted)
     engine.step(steps)
     assert engine.core.scheduler.running == sequences
-    return sequences
+    return engine, sequences
 
 
 def logprobs(sequence: RequestSequence) -> list[tuple[int, float]]:
@@ -236,18 +228,16 @@ def test_the_neighbours_youngest_call_steps_aside_and_ends_as_it_would_have_alon
     steps: int, reuse: ReuseMode, prompt_logprobs: int | None
 ) -> None:
     """Whether it reads its prompt still or answers already."""
-    requests, engine = crowd(reuse, prompt_logprobs), Stepped(**ROOM)
-    sequences = crowded(engine, requests, steps)
+    engine, sequences = crowded(steps, reuse=reuse, prompt_logprobs=prompt_logprobs)
     youngest, answered = sequences[-1], list(sequences[-1].response)
-    requests.append(call(STRANGER, 99, reuse=reuse))
-    stranger = engine.submit(requests[-1])
+    stranger = engine.submit(call(STRANGER, 99, reuse=reuse))
     engine.step()
     assert stranger in engine.core.scheduler.running
     assert list(engine.core.scheduler.preempted) == [youngest]
     assert youngest.response == answered, "what it has answered stays"
     engine.rest()
-    for sequence, request in zip([*sequences, stranger], requests, strict=True):
-        lone = alone(request)
+    for sequence in (*sequences, stranger):
+        lone = alone(sequence.request)
         assert sequence.response == lone.response
         assert [token for token, _ in logprobs(sequence)] == [token for token, _ in logprobs(lone)]
         assert [value for _, value in logprobs(sequence)] == pytest.approx([v for _, v in logprobs(lone)], abs=1e-3)
@@ -256,8 +246,7 @@ def test_the_neighbours_youngest_call_steps_aside_and_ends_as_it_would_have_alon
 
 
 def test_who_was_preempted_goes_on_before_later_calls_of_its_tenant() -> None:
-    engine = Stepped(**ROOM)
-    youngest = crowded(engine, crowd(), steps=5)[-1]
+    engine, (*_, youngest) = crowded()
     later = engine.submit(call(seed=50, size=200, answer=20))
     engine.submit(call(STRANGER, 99))
     engine.step()
@@ -279,8 +268,7 @@ def test_nobodys_only_call_is_preempted() -> None:
 
 
 def test_a_tenant_takes_nothing_for_its_second_call() -> None:
-    engine = Stepped(**ROOM)
-    crowded(engine, crowd(), steps=5)
+    engine, _ = crowded()
     first = engine.submit(call(STRANGER, 98, answer=20))
     engine.step()
     second = engine.submit(call(STRANGER, 99, size=200))
@@ -289,8 +277,7 @@ def test_a_tenant_takes_nothing_for_its_second_call() -> None:
 
 
 def test_a_check_takes_no_blocks_of_others_and_gives_its_own_to_a_tenants_first_call() -> None:
-    engine = Stepped(**ROOM)
-    crowded(engine, crowd(), steps=5)
+    engine, _ = crowded()
     check = engine.sequence(call(STRANGER, 97, size=200))
     check.is_check = True
     engine.core.scheduler.add(check)
@@ -312,8 +299,7 @@ def test_a_check_takes_no_blocks_of_others_and_gives_its_own_to_a_tenants_first_
     ids=["cancelled", "shut"],
 )
 def test_who_was_preempted_can_be_ended(end: Callable[[EngineCore, RequestSequence], object]) -> None:
-    engine = Stepped(**ROOM)
-    youngest = crowded(engine, crowd(), steps=8)[-1]
+    engine, (*_, youngest) = crowded(steps=8)
     engine.submit(call(STRANGER, 99))
     engine.step()
     answered = tuple(youngest.response)
