@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from kedge.policies.sessions.turns import (
@@ -24,6 +23,7 @@ from kedge.policies.sessions.turns import (
     TurnEnd,
 )
 from kedge.structures.bounded import BoundedDict
+from kedge.structures.heaps import LazyHeap
 from kedge.types import Namespace
 
 EDGES = tuple(0.5 * (2.0**step - 1) for step in range(19))
@@ -50,8 +50,8 @@ def bin_of(idle: float) -> int:
 class _Survival:
     """Per bin, how many were idle in it, and how many of them returned in it.
 
-    A session that is still in a bin counts half there (the actuarial estimate). If only those counted that have left
-    it, the first to leave a bin would be those that returned.
+    A session that is still in a bin counts half there (the actuarial estimate). Counting only sessions that have left
+    it would be biased: the first to leave a bin are the ones that return.
     """
 
     def __init__(self) -> None:
@@ -180,8 +180,8 @@ class _Session:
     """When it returns, if that was given"""
     keep_for: float | None = None
     """For how long from its answer on its KV is to be kept, if that was given; 0: it may go first"""
-    ticket: int = 0
-    """Number of its valid timer"""
+    timer: float = math.inf
+    """When it is ranked again"""
     rank: float = 0.0
 
     @property
@@ -192,10 +192,10 @@ class _Session:
 
 
 class SessionTracker:
-    """Finds the session of every request and ranks those that are idle. One thread owns it.
+    """Finds the session of every request and ranks idle sessions. One thread owns it.
 
     A rank is in expected seconds of holding per return: the least is worth the most, 0 while a turn waits or runs, and
-    infinity where no return is expected. Ranks change with time; `advance` returns those that have.
+    infinity where no return is expected. Ranks change with time; `advance` returns the ones that did.
     """
 
     def __init__(self, capacity: int = MAX_SESSIONS) -> None:
@@ -203,10 +203,10 @@ class SessionTracker:
         tenant = attrgetter("namespace.tenant")
         self._sessions: BoundedDict[SessionKey, _Session] = BoundedDict(capacity, self._forgotten, tenant)
         self._links, self._returns = SessionLinks(), ReturnTimes()
-        self._timers: list[tuple[float, int, _Session]] = []
+        self._timers: LazyHeap[_Session] = LazyHeap(lambda one: (one.timer,), lambda one: one.timer < math.inf)
         self._changed: dict[SessionKey, float | None] = {}
         self._calls: BoundedDict[Hashable, Counter[bool]] = BoundedDict(MAX_SESSIONS, owner=tenant)
-        self._numbers = self._tickets = 0
+        self._numbers = 0
         self.returning = 0.0
         """Share of the last requests that an idle session came back with"""
 
@@ -307,7 +307,7 @@ class SessionTracker:
             self._look(session, now)
 
     def _forgotten(self, key: SessionKey, session: _Session) -> None:
-        session.ticket = 0
+        session.timer = math.inf
         self._links.drop(key)
         self._changed[key] = None
 
@@ -327,10 +327,9 @@ class SessionTracker:
 
     def advance(self, now: float) -> dict[SessionKey, float | None]:
         """Return the ranks that have changed since the last call; None for a session that was forgotten."""
-        while self._timers and self._timers[0][0] <= now:
-            _, ticket, session = heappop(self._timers)
-            if ticket == session.ticket:
-                self._look(session, now)
+        while (session := self._timers.peek()) and session.timer <= now:
+            self._timers.pop()
+            self._look(session, now)
         changed, self._changed = self._changed, {}
         return changed
 
@@ -364,13 +363,10 @@ class SessionTracker:
             session.at = at + 1
 
     def _rank(self, session: _Session, rank: float) -> None:
-        session.ticket = 0
+        session.timer = math.inf
         if rank != session.rank or session.key not in self._changed:
             session.rank = self._changed[session.key] = rank
 
     def _set_timer(self, session: _Session, when: float) -> None:
-        if len(self._timers) > 2 * len(self._sessions):  # each has one that is valid
-            self._timers = [timer for timer in self._timers if timer[1] == timer[2].ticket]
-            heapify(self._timers)
-        session.ticket = self._tickets = self._tickets + 1
-        heappush(self._timers, (when, session.ticket, session))
+        session.timer = when
+        self._timers.push(session)
