@@ -25,7 +25,7 @@ def reader(seed: int, agent: str = "reader", **more: Any) -> GenerateRequest:
 def engine_of(budget: float = 0.0, **settings: Any) -> Stepped:
     """An engine that learns while requests run as far as the budget lets it."""
     engine = Stepped(**{"kv_memory": "512 blocks", **settings})
-    engine.core.parts.learning.budget._share = engine.core.scheduler._learning_share = budget
+    engine.core.parts.learning.budget._share = budget
     return engine
 
 

@@ -382,18 +382,6 @@ def test_others_go_before_who_waits_for_a_load() -> None:
     assert not scheduler.idle and scheduler.someone_waits
 
 
-def test_a_load_holds_up_the_queue_where_none_may_pass() -> None:
-    world = World(loading={"b"})
-    scheduler = scheduler_of(world, "abc")
-    scheduler.lets_pass = False
-    scheduler.schedule()
-    assert (world.admitted, names(scheduler.unadmitted), names(scheduler.loading)) == (["a"], "bc", "")
-    assert scheduler.someone_waits
-    world.loading = set()
-    scheduler.schedule()
-    assert world.admitted == ["a", "b", "c"]
-
-
 def test_who_has_loaded_goes_before_who_holds_nothing() -> None:
     world = World(loading={"b"}, full={"a"})
     scheduler = scheduler_of(world, "ba")

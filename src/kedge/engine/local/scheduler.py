@@ -44,8 +44,8 @@ class _Waiting(NamedTuple):
 
 
 class FairQueue(Generic[T]):
-    """The waiting items of many tenants: fair by tokens, and within a tenant in a `ServiceOrder`, which is that of
-    arrival unless `arrange` says that the device is overloaded. Items are hashable and distinct.
+    """The waiting items of many tenants: fair by tokens, and within a tenant in a `ServiceOrder`: by arrival, unless
+    `arrange` says that the device is overloaded. Items are hashable and distinct.
 
     Every tenant has a virtual counter of the tokens that it received, and the tenant with the least counter is next
     (VTC: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A returning tenant is lifted to the
@@ -56,11 +56,11 @@ class FairQueue(Generic[T]):
         """`look_up` returns the share of an item's tokens that would have to be computed now."""
         self._look_up = look_up
         self._queues: dict[TenantId, ServiceOrder[T]] = {}
-        """Only tenants of which something waits"""
+        """Of tenants with waiting items"""
         self._waiting: dict[T, _Waiting] = {}
         self._arranged: dict[TenantId, list[T]] = {}
         self._counters: BoundedDict[TenantId, float] = BoundedDict()
-        """Also of tenants of which nothing waits"""
+        """Of all tenants, also without waiting items"""
         self._last = TenantId("")
         """The tenant that left last; its counter is the level for newcomers while no item waits"""
         self._arrivals = count()
@@ -205,9 +205,8 @@ class Scheduler:
     (max-min fairness by time), and a tenant with nothing running is admitted beyond `max_running`, up to twice as many.
     So a tenant never waits behind more of another's backlog than its share.
 
-    A request whose KV is being loaded steps aside, and others go before it (or wait behind it, where none may
-    pass). Once it is ready it goes before all that hold no blocks; at most `max_running` step aside at once, so those
-    that do not are passed by few.
+    A request whose KV is being loaded steps aside, and others go before it (KVFlow: status-aware scheduling). Once it
+    is ready it goes before all that hold no blocks. At most `max_running` step aside at once, which bounds overtaking.
     """
 
     def __init__(
@@ -228,8 +227,6 @@ class Scheduler:
         """
         self._service, self._reach = service, reach
         self._admit, self._is_ready, self._costs = admit, is_ready, costs
-        self.lets_pass = True
-        """Whether others go before a request that waits (KVFlow: status-aware scheduling); a benchmark says False"""
         self._budget, self._max_running = max_batch_tokens, max_running
         self.passes = 0
         """Number of calls of `schedule`."""
@@ -303,8 +300,6 @@ class Scheduler:
         room = self._admit_aside()
         while sequence := self._next(room and len(self.loading) < self._max_running):
             if not self._is_ready(sequence):
-                if not self.lets_pass:
-                    return
                 self.waiting.take(sequence)
                 self.loading.append(sequence)
             elif not self._start(sequence, self.waiting.take):
