@@ -35,12 +35,13 @@ from kedge.types import (
     Namespace,
     ReuseMode,
     RunId,
+    RunKey,
     SamplingParams,
     Segment,
     Tokens,
     new_request_id,
 )
-from kedge.workflow.forecast import Changes, ForecastBoard, RunKey, RunProgress
+from kedge.workflow.forecast import Changes, ForecastBoard, RunProgress
 from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.steps import NextRun
 

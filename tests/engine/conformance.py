@@ -26,6 +26,7 @@ from kedge.checks import MAX_COUNT, MAX_STOP_LENGTH, MAX_STOPS
 from kedge.engine.base import Engine, Stream
 from kedge.errors import EmptyPrompt, EngineClosed, InvalidToken, KedgeError, PromptTooLong, RequestError
 from kedge.types import (
+    AgentKey,
     Completion,
     FinishReason,
     GenerateRequest,
@@ -41,7 +42,6 @@ from kedge.types import (
     TurnHints,
     ValueKind,
 )
-from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 
 fresh = itertools.count()

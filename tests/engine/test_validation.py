@@ -16,6 +16,7 @@ from kedge.errors import EmptyPrompt, InvalidToken, RequestError
 from kedge.types import (
     GREEDY_TEMPERATURE,
     MIN_TOP_P,
+    AgentKey,
     GenerateRequest,
     Namespace,
     SampleId,
@@ -24,7 +25,6 @@ from kedge.types import (
     TurnHints,
     ValueKind,
 )
-from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 from tests.engine.conformance import HUGE, SMALLEST
 

@@ -8,8 +8,7 @@ import pytest
 from kedge.engine.echo import EchoEngine
 from kedge.errors import EngineClosed, MissingInput, PromptTooLong, RequestError, ToolError, WorkflowError
 from kedge.runner.run import EventKind, RunEvent, run
-from kedge.types import GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, ValueKind
-from kedge.workflow.forecast import AgentKey
+from kedge.types import AgentKey, GenerateRequest, Namespace, ReuseMode, RunKey, SampleId, ValueKind
 from kedge.workflow.graph import Agent
 from kedge.workflow.steps import UNKNOWN
 from tests.workflow.test_graph import agent, flow

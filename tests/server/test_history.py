@@ -15,8 +15,7 @@ from kedge.server import history as history_module
 from kedge.server.history import REMEMBERED, History, text_of
 from kedge.server.http import CallFailure
 from kedge.structures.bounded import ENTRIES
-from kedge.types import Completion, FinishReason, GenerateRequest, Miss, Namespace, Receipt, Segment
-from kedge.workflow.forecast import AgentKey
+from kedge.types import AgentKey, Completion, FinishReason, GenerateRequest, Miss, Namespace, Receipt, Segment
 from kedge.workflow.steps import NextRun
 from tests import completions
 from tests.engine.conformance import EngineConformance

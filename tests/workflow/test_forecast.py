@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.errors import ConfigError
-from kedge.types import AgentId, Namespace, RunId, TenantId
-from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
+from kedge.types import AgentId, AgentKey, Namespace, RunId, RunKey, TenantId
+from kedge.workflow.forecast import Changes, ForecastBoard, RunProgress
 from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.steps import UNKNOWN, NextRun
 

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kedge.errors import CycleError, WorkflowError
-from kedge.types import AgentId, Namespace, RunId, TenantId
+from kedge.types import AgentId, AgentKey, Namespace, RunId, TenantId
 from kedge.workflow.export import lanes
-from kedge.workflow.forecast import AgentKey
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.spec import build_step_graph
 from kedge.workflow.step_graph import Node, RunState, StepGraph

@@ -13,6 +13,7 @@ from kedge.types import (
     Namespace,
     ReuseMode,
     RunId,
+    RunKey,
     SampleId,
     SamplingParams,
     Segment,
@@ -20,7 +21,6 @@ from kedge.types import (
     Tokens,
     ValueKind,
 )
-from kedge.workflow.forecast import RunKey
 from kedge.workflow.step_graph import Node, StepGraph
 
 TENANT = TenantId("default")

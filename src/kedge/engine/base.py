@@ -24,6 +24,7 @@ from kedge.hints.actions import ActionOutcome
 from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.settings import QuotaSettings
 from kedge.types import (
+    AgentKey,
     Completion,
     GenerateRequest,
     Namespace,
@@ -34,7 +35,7 @@ from kedge.types import (
     Tokens,
     TurnHints,
 )
-from kedge.workflow.forecast import AgentKey, Changes
+from kedge.workflow.forecast import Changes
 
 Item = TokenDelta | BaseException
 """An item of a stream: a delta, or the error that ends it."""

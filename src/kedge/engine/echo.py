@@ -21,6 +21,7 @@ from kedge.errors import EngineClosed, OutOfBlocks, PromptTooLong
 from kedge.reuse.reasons import with_reasons
 from kedge.types import (
     AgentId,
+    AgentKey,
     Completion,
     FinishReason,
     GenerateRequest,
@@ -34,7 +35,7 @@ from kedge.types import (
     TokenLogprob,
     Tokens,
 )
-from kedge.workflow.forecast import AgentKey, Changes
+from kedge.workflow.forecast import Changes
 
 _HALF = math.log(0.5)
 Script = Mapping[AgentId, str] | Callable[[GenerateRequest], str]

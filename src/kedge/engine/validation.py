@@ -12,6 +12,7 @@ from kedge.errors import EmptyPrompt, InvalidToken, PromptTooLong, RequestError
 from kedge.guard import GuardOrders
 from kedge.hints.values import MAX_EXPECTED
 from kedge.types import (
+    AgentKey,
     GenerateRequest,
     Namespace,
     RequestId,
@@ -22,7 +23,7 @@ from kedge.types import (
     TurnHints,
     ValueKind,
 )
-from kedge.workflow.forecast import AgentKey, Changes
+from kedge.workflow.forecast import Changes
 from kedge.workflow.steps import NextRun
 
 _HEXADECIMAL: Final = frozenset("0123456789abcdef")

@@ -10,8 +10,8 @@ from typing import Any
 
 from kedge.hints.values import without_infinity
 from kedge.integrations.edges import START
-from kedge.types import AgentId, Namespace, RunId, TenantId
-from kedge.workflow.forecast import ForecastBoard, RunKey, RunProgress
+from kedge.types import AgentId, Namespace, RunId, RunKey, TenantId
+from kedge.workflow.forecast import ForecastBoard, RunProgress
 from kedge.workflow.step_graph import RunState, StepGraph
 
 

@@ -10,8 +10,7 @@ from typing import NamedTuple, Self
 
 from kedge.engine.base import Tokenizer
 from kedge.guard import GuardOrders
-from kedge.types import AgentId, ClientId, GenerateRequest, ReuseMode, SampleId, Tokens, WorkflowId
-from kedge.workflow.forecast import AgentKey, RunKey
+from kedge.types import AgentId, AgentKey, ClientId, GenerateRequest, ReuseMode, RunKey, SampleId, Tokens, WorkflowId
 from kedge.workflow.graph import Step, Workflow
 from kedge.workflow.template import CompiledAgent, Value, compile_agents
 

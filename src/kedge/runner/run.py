@@ -20,6 +20,7 @@ from kedge.errors import EngineClosed, KedgeError, MissingInput, RequestError, T
 from kedge.runner.prompts import Remembered, RunPrompts, compiled, fixed_prompts
 from kedge.types import (
     AgentId,
+    AgentKey,
     ClientId,
     Completion,
     FinishReason,
@@ -28,12 +29,13 @@ from kedge.types import (
     RequestId,
     ReuseMode,
     RunId,
+    RunKey,
     SampleId,
     TenantId,
     Tokens,
     ValueKind,
 )
-from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
+from kedge.workflow.forecast import Changes, ForecastBoard, RunProgress
 from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.spec import tool_name
 from kedge.workflow.step_graph import StepGraph

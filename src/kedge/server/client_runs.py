@@ -27,17 +27,19 @@ from kedge.runner.prompts import NOTHING, Remembered, RunPrompts, fixed_prompts
 from kedge.structures.bounded import ENTRIES, BoundedDict
 from kedge.types import (
     AgentId,
+    AgentKey,
     Completion,
     GenerateRequest,
     Namespace,
     ReuseMode,
+    RunKey,
     SampleId,
     TenantId,
     Tokens,
     ValueKind,
 )
 from kedge.workflow.export import columns, workflow_edges
-from kedge.workflow.forecast import AgentKey, Changes, ForecastBoard, RunKey, RunProgress
+from kedge.workflow.forecast import Changes, ForecastBoard, RunProgress
 from kedge.workflow.graph import Agent, Step, Workflow
 from kedge.workflow.step_graph import StepGraph
 from kedge.workflow.steps import NextRun

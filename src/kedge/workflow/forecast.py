@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from kedge.errors import ConfigError
-from kedge.types import AgentId, Namespace
-from kedge.types import AgentKey as AgentKey
-from kedge.types import RunKey as RunKey
+from kedge.types import AgentId, AgentKey, Namespace, RunKey
 from kedge.workflow.step_graph import RunState, StepGraph
 from kedge.workflow.steps import NextRun
 

@@ -37,8 +37,8 @@ from kedge.errors import OutOfBlocks
 from kedge.policies.eviction import lru, steps_to_execution
 from kedge.policies.sessions import TurnEnd
 from kedge.settings import TierSettings
-from kedge.types import GenerateRequest, Namespace
-from kedge.workflow.forecast import AgentKey, ForecastBoard, RunProgress
+from kedge.types import AgentKey, GenerateRequest, Namespace
+from kedge.workflow.forecast import ForecastBoard, RunProgress
 from kedge.workflow.steps import NextRun
 from tests.cache.helpers import FakeCopier
 from tests.cli.commands import measured

@@ -7,8 +7,8 @@ import pytest
 from kedge.engine.common.watched import WatchedEngine, Watcher
 from kedge.engine.echo import EchoEngine
 from kedge.errors import RequestError
-from kedge.types import Completion, GenerateRequest, Namespace, RequestId, SamplingParams, Segment, TenantId
-from kedge.workflow.forecast import AgentKey, Changes
+from kedge.types import AgentKey, Completion, GenerateRequest, Namespace, RequestId, SamplingParams, Segment, TenantId
+from kedge.workflow.forecast import Changes
 from kedge.workflow.steps import NextRun
 
 ACME = "acme"

@@ -16,8 +16,7 @@ from kedge.engine.local.sequence import RequestSequence
 from kedge.errors import TranslationRefused
 from kedge.runner.run import run
 from kedge.settings import PlannerConstants, TierSettings
-from kedge.types import GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, TenantId, Tokens
-from kedge.workflow.forecast import AgentKey
+from kedge.types import AgentKey, GenerateRequest, ReuseMode, SampleId, SamplingParams, Segment, TenantId, Tokens
 from kedge.workflow.graph import Agent, Workflow
 from kedge.workflow.steps import NextRun
 from tests.engine.local.conftest import engine_of, tiny_model

@@ -22,18 +22,20 @@ from kedge.kv.copy import PoolCopier
 from kedge.policies.prefetch import PREFETCH_WINDOW
 from kedge.settings import EngineSettings, ThrottledTiers
 from kedge.types import (
+    AgentKey,
     Completion,
     FinishReason,
     GenerateRequest,
     Namespace,
     ReuseMode,
+    RunKey,
     SampleId,
     SamplingParams,
     Segment,
     Source,
     Tokens,
 )
-from kedge.workflow.forecast import AgentKey, ForecastBoard, RunKey, RunProgress
+from kedge.workflow.forecast import ForecastBoard, RunProgress
 from kedge.workflow.step_graph import Node, StepGraph
 from kedge.workflow.steps import NextRun
 from tests.engine.local.conftest import at_rest, engine_of, served, tiny_model, tiny_tokenizer

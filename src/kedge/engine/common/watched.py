@@ -10,8 +10,8 @@ from typing import Any
 from kedge.engine.base import Engine, Item, Stream
 from kedge.engine.common.stream import TokenStream
 from kedge.engine.validation import sensible_hints
-from kedge.types import Completion, GenerateRequest, RequestId, TenantId, Tokens
-from kedge.workflow.forecast import AgentKey, Changes
+from kedge.types import AgentKey, Completion, GenerateRequest, RequestId, TenantId, Tokens
+from kedge.workflow.forecast import Changes
 
 
 class Watcher:

@@ -19,8 +19,8 @@ from kedge.errors import EngineClosed, OutOfBlocks
 from kedge.reuse.ahead import Ended
 from kedge.reuse.plan import Sentinel
 from kedge.settings import QuotaSettings
-from kedge.types import GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
-from kedge.workflow.forecast import AgentKey, Changes
+from kedge.types import AgentKey, GenerateRequest, Miss, RunKey, Source, TenantId, Tokens
+from kedge.workflow.forecast import Changes
 
 logger = logging.getLogger(__name__)
 

@@ -39,8 +39,8 @@ from kedge.kv.segment import KVSegment
 from kedge.policies.eviction import EvictionPolicy
 from kedge.reuse.costs import GRACE
 from kedge.settings import EngineSettings, QuotaSettings
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
-from kedge.workflow.forecast import AgentKey, Changes
+from kedge.types import AgentKey, GenerateRequest, Namespace, RequestId, RunKey, TenantId, Tokens, TurnHints
+from kedge.workflow.forecast import Changes
 
 Command = Callable[[], None]
 MAX_IN_FLIGHT = 4096

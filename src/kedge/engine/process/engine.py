@@ -28,8 +28,8 @@ from kedge.engine.validation import require_sensible, sensible_hints
 from kedge.errors import EngineClosed, KedgeError, RequestError, WrongThread
 from kedge.hints.actions import ActionOutcome
 from kedge.settings import QuotaSettings
-from kedge.types import GenerateRequest, Namespace, RequestId, RunKey, TenantId, TokenDelta, Tokens, TurnHints
-from kedge.workflow.forecast import AgentKey, Changes
+from kedge.types import AgentKey, GenerateRequest, Namespace, RequestId, RunKey, TenantId, TokenDelta, Tokens, TurnHints
+from kedge.workflow.forecast import Changes
 
 if TYPE_CHECKING:
     from kedge.engine.common.state.snapshot import SavedState

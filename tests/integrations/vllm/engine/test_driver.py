@@ -10,8 +10,7 @@ from kedge.guard import GuardOrders
 from kedge.integrations.vllm.engine.driver import Driver, Forecasts, sampling_params
 from kedge.integrations.vllm.plugin.hints import Message, read_hints, request_hints, short
 from kedge.reuse.guard.fidelity import RUNGS
-from kedge.types import GenerateRequest, Namespace, ReuseMode, SampleId, SamplingParams, Segment
-from kedge.workflow.forecast import AgentKey
+from kedge.types import AgentKey, GenerateRequest, Namespace, ReuseMode, SampleId, SamplingParams, Segment
 from kedge.workflow.steps import NextRun
 
 TENANT, RUN = "t", "r"

@@ -17,6 +17,7 @@ from kedge.integrations.vllm.engine.driver import StreamedResponse
 from kedge.integrations.vllm.engine.engine import VLLMEngine
 from kedge.settings import EngineSettings
 from kedge.types import (
+    AgentKey,
     Completion,
     FinishReason,
     GenerateRequest,
@@ -27,7 +28,6 @@ from kedge.types import (
     Segment,
     Tokens,
 )
-from kedge.workflow.forecast import AgentKey
 from kedge.workflow.steps import NextRun
 from tests.engine.conformance import EngineConformance
 from tests.integrations.vllm.conftest import BLOCK, prompt, save_tiny_nano

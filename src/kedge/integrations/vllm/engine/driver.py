@@ -32,6 +32,7 @@ from kedge.reuse.reasons import with_reasons
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
     AgentId,
+    AgentKey,
     Completion,
     FinishReason,
     GenerateRequest,
@@ -40,6 +41,7 @@ from kedge.types import (
     Receipt,
     RequestId,
     ReuseMode,
+    RunKey,
     Source,
     Span,
     TokenDelta,
@@ -47,7 +49,7 @@ from kedge.types import (
     Tokens,
     WorkflowAgent,
 )
-from kedge.workflow.forecast import AgentKey, Changes, RunKey
+from kedge.workflow.forecast import Changes
 from kedge.workflow.steps import NextRun
 
 logger = logging.getLogger(__name__)

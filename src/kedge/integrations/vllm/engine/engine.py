@@ -47,6 +47,7 @@ from kedge.policies.sessions import NO_SESSIONS, refused
 from kedge.reuse.guard.comparison import TOP
 from kedge.settings import AnchorSettings, EngineSettings, QuotaSettings
 from kedge.types import (
+    AgentKey,
     GenerateRequest,
     Namespace,
     RequestId,
@@ -58,7 +59,7 @@ from kedge.types import (
     Tokens,
     TurnHints,
 )
-from kedge.workflow.forecast import AgentKey, Changes
+from kedge.workflow.forecast import Changes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
