@@ -311,11 +311,11 @@ class ReferenceGenerate:
     def __init__(self, size: str, device: str) -> None:
         chosen = pick_device(device)
         dtype = torch.float32 if chosen.type == "cpu" else torch.bfloat16
-        self._model = build.apart(partial(random_llama, size, chosen, dtype))
+        self._model = build.on_scratch_thread(partial(random_llama, size, chosen, dtype))
 
     def ttft_ms(self, prompt: Tokens) -> float:
-        """Return milliseconds from the prompt to its first greedy token, on a thread of its own (`build.apart`)."""
-        return build.apart(partial(self._time, prompt))
+        """Return milliseconds from the prompt to its first greedy token, on a scratch thread."""
+        return build.on_scratch_thread(partial(self._time, prompt))
 
     def _time(self, prompt: Tokens) -> float:
         ids = torch.tensor([prompt], device=self._model.device)

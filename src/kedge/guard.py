@@ -54,7 +54,7 @@ class GuardOrders:
     """Highest mean divergence (KL) from dense prefill, in nats a token; None: as the engine's settings say"""
     rung: int | None = None
     """How it is translated, a place in `kedge.reuse.guard.fidelity.RUNGS`; None: as the engine's settings say"""
-    afresh: str = ""
+    recheck: str = ""
     """A placeholder that a check translates, also where the cache has the exact KV of the call that it checks;
     `EVERYTHING` for all"""
     held_out: bool = False

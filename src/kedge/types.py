@@ -339,8 +339,9 @@ class GenerateRequest:
         """How many leading tokens may come from the cache: never the last one, which gives the first logits."""
         if self.reuse is ReuseMode.OFF or self.prompt_logprobs is not None:
             return 0
-        afresh = [one.is_placeholder and self.guard.afresh in (one.name, EVERYTHING) for one in self.segments]
-        before = self.segments[: afresh.index(True)] if True in afresh else self.segments
+        before = itertools.takewhile(
+            lambda one: not (one.is_placeholder and self.guard.recheck in (one.name, EVERYTHING)), self.segments
+        )
         return min(self.prompt_tokens - 1, sum(len(one.tokens) for one in before))
 
 

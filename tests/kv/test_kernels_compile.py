@@ -22,7 +22,7 @@ def compiled(kernel, constants, pointers):
     assert made.metadata.shared <= 99 << 10, "more shared memory than a program has on all GPUs since Ampere"
 
 KV = {name: "*DTYPE" for name in ("pool_keys", "pool_values", "kv_keys", "kv_values", "query", "keys", "values")}
-sizes = dict(HEADS=8, DIM=128, HALF=64, READS=False, BLOCK=16, TURNED=64, REST=1,
+sizes = dict(HEADS=8, DIM=128, HALF=64, READS=False, BLOCK=16, ROTATED=64, REST=1,
              WHOLE=128, TILE=translate_kernel.TILE)
 kernel = translate_kernel._move
 kv = {name: kind for name, kind in KV.items() if name in kernel.arg_names}
@@ -30,7 +30,7 @@ tables = dict(arena="*ARENA", rows="*i64", weights="*fp32", slots="*i64", cos="*
               addresses="*i64", cos_factor="fp32", sin_factor="fp32")
 compiled(kernel, sizes, {**kv, **tables})
 compiled(kernel, {**sizes, "READS": True}, {**kv, **tables})
-compiled(kernel, {**sizes, "DIM": 24, "HALF": 4, "TURNED": 4, "REST": 16, "WHOLE": 32}, {**kv, **tables})
+compiled(kernel, {**sizes, "DIM": 24, "HALF": 4, "ROTATED": 4, "REST": 16, "WHOLE": 32}, {**kv, **tables})
 
 kernel = attention_kernel._attend
 kv = {name: kind for name, kind in KV.items() if name in kernel.arg_names}

@@ -31,7 +31,7 @@ class AnchorStats:
     used: int
 
 
-class Experience(NamedTuple):
+class SiteHistory(NamedTuple):
     """How much an agent's place of a placeholder has learned."""
 
     missing: int
@@ -108,13 +108,13 @@ class AnchorStore:
         if pool and sample.tokens and not self._lacks(pool, ids, len(sample.tokens)):
             self._match(pool, ids, sample)
 
-    def experience(self, site: PlaceholderSite, pool: PoolKey) -> Experience:
+    def history(self, site: PlaceholderSite, pool: PoolKey) -> SiteHistory:
         """Return how much a site has learned."""
         offsets = self.pools[pool].sites.get(site) if pool in self.pools else None
         anchors = len(offsets.anchors) if offsets else 0
         observed = max(offsets.calibration.observations, anchors) if offsets else 0
         least = self.config.min_anchors
-        return Experience(
+        return SiteHistory(
             missing=max(0, least - anchors),
             is_calibrated=observed >= 2 * least,
             is_saturated=observed >= max(2 * least, self.config.capacity),

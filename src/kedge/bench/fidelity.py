@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kedge.bench.probe import SERVED, Method, ProbedRequest, ProbeResult, Recorder, force
 from kedge.bench.shapes import Loaded, load_model, to_compare
-from kedge.engine.local.build import apart
+from kedge.engine.local.build import on_scratch_thread
 from kedge.engine.local.model.probe import ProbedSequence
 from kedge.engine.local.model.runner import ModelRunner
 from kedge.engine.local.sequence import Work, flatten
@@ -181,7 +181,7 @@ class MethodServer:
                 if agent and (timed or proves):
                     self.ttft_ms += [one.completion.ttft_ms for one in results]
                 if agent:
-                    apart(partial(self._compare, some, agent, results))
+                    on_scratch_thread(partial(self._compare, some, agent, results))
             self.engine.wait_idle()
 
     def _forced(self, asked: Sequence[Asked], orders: GuardOrders) -> Iterator[list[ProbeResult]]:
@@ -311,7 +311,7 @@ def measure(
             asked = list(pool.map(team.answer, some))
             if timed:
                 team.ttft_ms += [one.completion.ttft_ms for one in asked[0].results[1:]]
-            apart(partial(team.measure_yardsticks, asked))
+            on_scratch_thread(partial(team.measure_yardsticks, asked))
             asked = [replace(one, results=tuple(replace(of, kv=None) for of in one.results)) for one in asked]
             for one in served.values():
                 one.ask(asked, timed=timed)

@@ -54,7 +54,7 @@ def random_runner(size: str, device: str) -> Loaded:
     """Return a runner of `random_llama` and a tokenizer that does not fit it: prompts are token ids."""
     place = pick_device(device)
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
-    runner = build.apart(lambda: checked_runner(random_llama(size, place, dtype)))
+    runner = build.on_scratch_thread(lambda: checked_runner(random_llama(size, place, dtype)))
     return runner, HFTokenizer.load(model_path(None))
 
 

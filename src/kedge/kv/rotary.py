@@ -73,15 +73,15 @@ class Rotary:
 
     def rotate(self, keys: Tensor, positions: Tensor | slice, out: Tensor) -> None:
         """Write `keys` [L, T, H, D], rotated to `positions` [T], into `out`, which must not overlap them."""
-        self._turn(keys, self._cos[positions], self._sin[positions], out)
+        self._apply(keys, self._cos[positions], self._sin[positions], out)
 
     def unrotate(self, keys: Tensor, positions: Tensor | slice) -> Tensor:
         """Return a copy of `keys` [L, T, H, D] as they were before they were rotated to `positions` [T]."""
         out = torch.empty_like(keys)
-        self._turn(keys, self._cos[positions] / self.square, -self._sin[positions] / self.square, out)
+        self._apply(keys, self._cos[positions] / self.square, -self._sin[positions] / self.square, out)
         return out
 
-    def _turn(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    def _apply(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         pairs, start = cos.shape[-1], self.pairing.start
         stop = start + 2 * pairs
         # Spelled out for every head: rows that are as long as those of the keys take two thirds of the time.

@@ -50,7 +50,7 @@ def translate(
             *kv.keys.stride(), *kv.values.stride(),
             arena.stride(0), cos.stride(0), sin.stride(0),
             HEADS=heads, DIM=dim, HALF=half, READS=reads,
-            BLOCK=pages.block_size, TILE=TILE, TURNED=triton.next_power_of_2(half),
+            BLOCK=pages.block_size, TILE=TILE, ROTATED=triton.next_power_of_2(half),
             REST=triton.next_power_of_2(max(1, dim - 2 * half)), WHOLE=triton.next_power_of_2(dim),
         )  # fmt: skip
 
@@ -62,7 +62,7 @@ def _move(
     k, pool_block, pool_token, pool_head, keys_layer, keys_token, keys_head, keys_dim, values_layer, values_token,
     values_head, values_dim, arena_row, cos_position, sin_position,
     HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, READS: tl.constexpr,
-    BLOCK: tl.constexpr, TURNED: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, ROTATED: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write KV plus offsets to slots; with READS, the other way: KV is the target."""
     token = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -86,7 +86,7 @@ def _move(
         value = _sum(source, inside, offsets + dims, arena_row, row_at, weight_at, seen, k)
         tl.store(target, value, mask=inside)
     else:
-        dim = tl.arange(0, TURNED)[None, :]
+        dim = tl.arange(0, ROTATED)[None, :]
         good = here[:, None] & (dim < HALF)
         own = kv_keys + (layer * keys_layer + token * keys_token + head * keys_head)[:, None]
         one, to_one = _ends(own + dim * keys_dim, pool + dim, READS)

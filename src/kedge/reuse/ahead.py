@@ -112,7 +112,7 @@ class ExpectedPrompts(Generic[P]):
 
         Another prompt of its agent is dropped as wrong, except by a check of the guard.
         """
-        found = None if request.guard.afresh else self.expected.get(request.agent_key)
+        found = None if request.guard.recheck else self.expected.get(request.agent_key)
         if found is None:
             return None
         if found.draft is None or not found.agrees(request):

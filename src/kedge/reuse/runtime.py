@@ -220,7 +220,7 @@ class Runtime:
             return plan.teaches and self.learns(request)
         values = self._worth_learning(request)
         sites = ((site_of(request, one), self.planner.pool(request, one)) for one in values)
-        if not all(self._anchors.experience(*site).is_saturated for site in sites):
+        if not all(self._anchors.history(*site).is_saturated for site in sites):
             return True
         self._saturated += bool(values)
         return bool(values) and (plan.teaches or self._saturated % REFRESH == 0)
@@ -302,11 +302,11 @@ class Runtime:
         if self._moves(placed):
             return not reads_in_place(request, placed)
         pool = pool_of(request, placed)
-        experience = self._anchors.experience(site_of(request, placed), pool)
-        if experience.is_calibrated:
+        history = self._anchors.history(site_of(request, placed), pool)
+        if history.is_calibrated:
             return True
         was_read = of_later_readers and self._readers.reads(pool, placed.segment.tokens) > 1
-        return was_read and not experience.missing
+        return was_read and not history.missing
 
     def _moves(self, placed: Placed) -> bool:
         """Return whether a value is moved without anchors and a translated template, once base KV of it is there."""

@@ -255,7 +255,7 @@ def test_a_check_leaves_out_what_was_learned_from_its_own_call(temperature: floa
         served(one, replace(mine, guard=withheld, request_id="learned"))
         found = []
         for held_out in (False, True):
-            orders = GuardOrders(GuardMode.OFF, rung=MOVED, afresh=EVERYTHING, held_out=held_out)
+            orders = GuardOrders(GuardMode.OFF, rung=MOVED, recheck=EVERYTHING, held_out=held_out)
             again = replace(mine, guard=orders, forced=dense.tokens, request_id=f"again-{held_out}")
             done = one.submit(again).result(60)
             found.append((done.receipt.translated, mean_divergence(dense, done)))

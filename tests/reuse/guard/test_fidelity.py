@@ -259,7 +259,7 @@ def test_what_translates_nothing_is_tried_less_and_less_until_it_does() -> None:
     proof, tries = Proof(), 0
     for _ in range(400):
         rungs = proof.to_try(BUDGET, ALPHA)
-        proof.vain.update(rungs)
+        proof.untranslated.update(rungs)
         tries += bool(rungs)
     assert LEAST < tries < 6 * LEAST and any(proof.to_try(BUDGET, ALPHA) for _ in range(64))
     observe(proof, RungFinding(1, BUDGET / 10, 0.1))

@@ -53,7 +53,7 @@ SLOW = 0.25
 """Seconds of a one-token pass from which longer ones are not measured: the model is too slow on this machine."""
 
 
-def apart(work: Callable[[], T]) -> T:
+def on_scratch_thread(work: Callable[[], T]) -> T:
     """Run `work` on a temporary thread.
 
     OpenMP keeps a team of workers for every living thread that ever used one. With more workers than cores, GCC's

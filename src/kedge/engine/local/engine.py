@@ -217,7 +217,7 @@ class LocalEngine(Engine):
 
     def __init__(self, model: str | Path | None = None, config: EngineSettings | None = None) -> None:
         self.config = config or EngineSettings()
-        runner, path = build.apart(partial(build.load_runner, model or self.config.model, self.config))
+        runner, path = build.on_scratch_thread(partial(build.load_runner, model or self.config.model, self.config))
         self.tokenizer = HFTokenizer.load(path)
         self._start(runner)
 
@@ -243,7 +243,7 @@ class LocalEngine(Engine):
         """The model, with the results of the checks at load."""
         self._thread = EngineThread()
         parts = partial(build.EngineParts, runner, self.config, policy, self._thread.wake)
-        self._core = build.apart(lambda: EngineCore(parts()))
+        self._core = build.on_scratch_thread(lambda: EngineCore(parts()))
         self.capacity, longest = self._core.parts.capacity, self._core.parts.longest
         self.tokenizer.most = most = longest - 1
         self._require_sensible = partial(require_sensible, vocab_size=runner.vocab_size, most=most)

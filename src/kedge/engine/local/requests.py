@@ -341,7 +341,7 @@ class Requests:
             if request.wants_translation:
                 plan = parts.runtime.plan(request, exact)
             matched = time.monotonic()
-            if request.guard.afresh and not plan.translates:
+            if request.guard.recheck and not plan.translates:
                 raise TranslationRefused("request_id", sequence.key, "a check that would compute all of its prompt")
             if plan.translations:
                 parts.write(request, table, plan.translations)

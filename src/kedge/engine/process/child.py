@@ -58,12 +58,12 @@ class Outbox:
                     return
 
 
-class Turns:
-    """Work of several tenants on a few threads: one task of a tenant at a time, and the tenants in turn."""
+class RoundRobinExecutor:
+    """A few threads that serve tenants in turn, one task of each at a time."""
 
     def __init__(self, threads: int, most: int) -> None:
         """At most `most` tasks of a tenant wait."""
-        self._threads, self._most = ThreadPoolExecutor(threads, "kedge-turns"), most
+        self._threads, self._most = ThreadPoolExecutor(threads, "kedge-grammars"), most
         self._tasks: dict[str, deque[Callable[[], None]]] = {}
         self._lock = threading.Lock()
 
@@ -88,7 +88,7 @@ class Turns:
                 del self._tasks[tenant]
 
 
-class Host:
+class EngineServer:
     """The server side of the engine's process. It carries out calls until the engine is closed or has failed, or the
     program has hung up.
     """
@@ -96,7 +96,7 @@ class Host:
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine, self._connection = engine, connection
         self._outbox = Outbox(connection)
-        self._compiling = Turns(threads=2, most=32)
+        self._compiling = RoundRobinExecutor(threads=2, most=32)
 
     def serve(self) -> int:
         """Return the process's exit code."""
@@ -115,9 +115,9 @@ class Host:
 
     def _take(self, call: Call) -> bool:
         """Start a call. Returns False for the last one."""
-        if call.turn_of:
-            if not self._compiling.put(call.turn_of, partial(self._answer, call)):
-                error = Overloaded("grammar", call.turn_of, "too many of this tenant's grammars wait to be read")
+        if call.queued_for:
+            if not self._compiling.put(call.queued_for, partial(self._answer, call)):
+                error = Overloaded("grammar", call.queued_for, "too many of this tenant's grammars wait to be read")
                 self._outbox.put(Answer(call.number or 0, error=error))
         elif call.method in IN_ORDER:
             self._answer(call)
@@ -161,7 +161,7 @@ def main(descriptor: int) -> None:
     except Exception as error:  # the program raises it
         connection.send_bytes(pickle.dumps([Answer(0, error=portable(error))]))
         return
-    code = Host(engine, connection).serve()
+    code = EngineServer(engine, connection).serve()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)  # without waiting for calls that wait for the closed engine

@@ -105,7 +105,7 @@ class ProcessEngine(Engine):
         if not isinstance(request, GenerateRequest):  # all else is the engine's to check: it knows its vocabulary
             require_sensible(request)
         stream, has_grammar = TokenStream(request.request_id), getattr(request.sampling, "grammar", None)
-        self._ask("submit", request, stream=stream, turn_of=str(request.tenant) if has_grammar else "")
+        self._ask("submit", request, stream=stream, queued_for=str(request.tenant) if has_grammar else "")
         return stream
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -167,11 +167,11 @@ class ProcessEngine(Engine):
 
     # to the process -------------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, *arguments: object, stream: TokenStream | None = None, turn_of: str = "") -> Any:
+    def _ask(self, method: str, *arguments: object, stream: TokenStream | None = None, queued_for: str = "") -> Any:
         """Call a method of the engine there. Returns what it returned, and raises what it raised, or `WrongThread`."""
         self._refuse_reader()
         answer = Future[Any]()
-        self._send(Call(next(self._numbers), method, _pickled(method, arguments), turn_of), answer, stream)
+        self._send(Call(next(self._numbers), method, _pickled(method, arguments), queued_for), answer, stream)
         return pickle.loads(answer.result())
 
     def _tell(self, method: str, *arguments: object) -> None:

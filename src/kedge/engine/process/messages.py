@@ -21,8 +21,8 @@ class Call:
     method: str
     arguments: bytes = b""
     """Pickled separately, so that what cannot be read there fails only its caller."""
-    turn_of: str = ""
-    """The tenant for whose turn it waits, as to read a grammar takes up to a second; "": it waits for none."""
+    queued_for: str = ""
+    """The tenant in whose queue it waits, since reading a grammar takes up to a second; "": it is called at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,14 +170,14 @@ class Proof:
     """Rungs and hashes of the prompts that were compared on them"""
     tried: int = 0
     """Times that rungs were tried"""
-    vain: Counter[int] = field(default_factory=Counter)
+    untranslated: Counter[int] = field(default_factory=Counter)
     """Times in a row that nothing was translated on a rung"""
 
     def observe(self, finding: RungFinding, prompt: int, noise: float | None = None) -> None:
         """Take a comparison of the prompt with this hash, less the noise of rounding: that of the same prompt, or what
         is usual. A prompt that was compared before only shows what got worse.
         """
-        self.vain.pop(finding.rung, None)
+        self.untranslated.pop(finding.rung, None)
         record = self.rungs.setdefault(finding.rung, RungRecord())
         usual = record.divergence.mean
         excess = finding.divergence - (self.noise.mean if noise is None else noise)
@@ -228,7 +228,7 @@ class Proof:
         for number, rung in enumerate(RUNGS):
             seen = self.rungs.get(number)
             is_turn = self.tried % RETRIED == 0
-            if self.tried % RETRIED ** min(self.vain[number] // LEAST, 3):  # each computes a whole prompt
+            if self.tried % RETRIED ** min(self.untranslated[number] // LEAST, 3):  # each computes a whole prompt
                 continue
             is_far = seen is not None and seen.divergence.count > 1 and seen.divergence.mean > hopeless * budget
             is_near = seen is None or (seen.divergence.lower(alpha) <= budget and (is_turn or not is_far))

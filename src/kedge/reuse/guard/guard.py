@@ -209,11 +209,11 @@ class QualityGuard:
         request: GenerateRequest,
         placeholders: Iterable[str],
         findings: Sequence[RungFinding],
-        vain: Iterable[int] = (),
+        untranslated: Iterable[int] = (),
         noise: float | None = None,
     ) -> None:
         """Take what a request's prompt, with these placeholders translated on rungs, gave beside dense prefill, and
-        the `noise` of that alone, if known. On the rungs in `vain` nothing of it was translated after all.
+        the `noise` of that alone, if known. On the rungs in `untranslated` nothing was translated.
         """
         budget = self.budget(request)
         with self._lock:
@@ -224,7 +224,7 @@ class QualityGuard:
                 self._records.use(GuardKey(request.workflow_agent, placeholder), GuardRecord)
             proof = self._proofs.of(request)
             before = None if isinf(budget) else proof.choose(budget, ALPHA)
-            proof.vain.update(vain)
+            proof.untranslated.update(untranslated)
             if noise is not None:
                 proof.noise.observe(noise)
                 self._noise.observe(noise)

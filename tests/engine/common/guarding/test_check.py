@@ -56,7 +56,7 @@ def test_a_trial_translates_one_withheld_placeholder_with_the_anchors_of_now() -
     (again,) = check.requests
     assert again.reuse is ReuseMode.TRANSLATE and check.run == ASKED.run_key
     orders = GuardOrders(
-        GuardMode.OFF, frozenset("b"), 4, rung=2, afresh="a", held_out=True
+        GuardMode.OFF, frozenset("b"), 4, rung=2, recheck="a", held_out=True
     )  # nothing is learned, and its own anchors are left out
     assert again.guard == orders
     assert again.exact_limit == 1, "the served call's own KV is in the cache"

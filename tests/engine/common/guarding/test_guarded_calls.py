@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kedge.engine.base import Item
 from kedge.engine.common.guarding import guarded_calls
 from kedge.engine.common.guarding.check import Check, dense_check, trial
-from kedge.engine.common.guarding.guarded_calls import GRACE, MAX_WAITING, PATIENCE, CheckThread, GuardedCalls
+from kedge.engine.common.guarding.guarded_calls import GRACE, MAX_PAUSE, MAX_WAITING, CheckThread, GuardedCalls
 from kedge.engine.common.stream import TokenStream
 from kedge.errors import EngineClosed, GenerationFailed, Overloaded, TranslationRefused
 from kedge.guard import EVERYTHING, GuardMode, GuardOrders
@@ -286,7 +286,7 @@ def test_few_agents_are_remembered_that_had_nothing_to_compare(fake: Fake, monke
     engine = fake(translatable=frozenset())
     for number in range(10):
         engine.ask(request(agent=f"agent-{number}"))
-        assert 0 < len(engine.calls._vain) <= 4
+        assert 0 < len(engine.calls._incomparable) <= 4
 
 
 def test_a_run_ends_after_its_trials_and_before_the_next_of_its_name(fake: Fake) -> None:
@@ -429,7 +429,7 @@ def test_a_client_without_pauses_has_its_checks_carried_out_within_the_budget() 
         one.finish_all()
 
 
-@pytest.mark.parametrize(("took", "pause", "fails"), [(3.0, 3.0, False), (1000.0, PATIENCE, False), (3.0, 3.0, True)])
+@pytest.mark.parametrize(("took", "pause", "fails"), [(3.0, 3.0, False), (1000.0, MAX_PAUSE, False), (3.0, 3.0, True)])
 def test_a_pause_shorter_than_a_check_is_not_idle_time(
     took: float, pause: float, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

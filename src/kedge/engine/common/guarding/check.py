@@ -151,7 +151,7 @@ def trial(
 def _tried(request: GenerateRequest, served: Completion, tried: str, rung: int | None) -> GenerateRequest:
     withheld = frozenset[str]() if tried == EVERYTHING else request.guard.withheld - {tried}
     orders = replace(
-        request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, afresh=tried, rung=rung, held_out=True
+        request.guard, mode=GuardMode.OFF, sentinels=0, withheld=withheld, recheck=tried, rung=rung, held_out=True
     )
     return replace(_again(request, served), guard=orders)
 

@@ -42,10 +42,9 @@ from kedge.types import (
     WorkflowAgent,
 )
 
-End = Callable[[], None]
 Sharers = tuple[TenantId, bool, WorkflowAgent]
 """The tenant of a check, whether it is a trial, and its agent: those who share the budget"""
-PATIENCE = 5.0
+MAX_PAUSE = 5.0
 """Most seconds without a request after which an engine counts as idle, `GRACE` being the fewest: what a check took
 beside many requests says nothing of an idle engine"""
 SETTLED_SHARE = 0.2
@@ -57,7 +56,7 @@ MAX_WAITING = 2
 logger = logging.getLogger(__name__)
 
 
-def _carry_out(end: End) -> None:
+def _carry_out(end: Callable[[], None]) -> None:
     try:
         end()
     except EngineClosed:
@@ -94,7 +93,7 @@ class CheckThread:
         self._pause = GRACE
         """Seconds without a request after which the engine counts as idle: about as many as the last check took"""
         self._draining, self._closed = 0, False
-        self._ends: dict[RunKey, End] = {}
+        self._ends: dict[RunKey, Callable[[], None]] = {}
         """The ends of runs that wait for checks which need what the run shared"""
         self._thread: threading.Thread | None = None
         self.done = self.dropped = self.computed = 0
@@ -263,7 +262,7 @@ class CheckThread:
         computed = sum(answer.receipt.computed + len(answer.tokens) for answer in answers if answer is not None)
         with self._changed:
             if is_done:  # pauses shorter than a check are a client's between two calls: it would run beside the second
-                self._pause = min(max(GRACE, time.monotonic() - began), PATIENCE)
+                self._pause = min(max(GRACE, time.monotonic() - began), MAX_PAUSE)
             if self._is_charged:  # later requests pay for what it took on top
                 self._credit, self._is_charged = self._credit - computed, False
             self._recent.append((_sharers(check), computed))
@@ -315,8 +314,8 @@ class GuardedCalls:
         """`submit` is the engine's own: checks are requests, whose guard is off."""
         self._settings, self.guard = settings, QualityGuard(settings)
         self._calls: dict[RequestId, GuardedCall] = {}
-        self._vain = BoundedDict[WorkflowAgent, None](ENTRIES, owner=attrgetter("namespace.tenant"))
-        """Agents whose last answer had nothing that could be compared, and whose next ones are not asked for it"""
+        self._incomparable = BoundedDict[WorkflowAgent, None](ENTRIES, owner=attrgetter("namespace.tenant"))
+        """Agents whose last answer could not be compared: the next ones are not asked for log-probabilities"""
         self.checks = CheckThread(submit, self._judged, settings)
         """To be stopped before the engine ends, and joined once it has ended the stream of the check under way"""
 
@@ -347,7 +346,8 @@ class GuardedCalls:
         """
         agent = call.asked.workflow_agent
         coming = sum(one.is_checked and one.asked.workflow_agent == agent for one in [*self._calls.values()])
-        return coming < MAX_WAITING and agent not in self._vain and self.checks.wants(agent, is_settled=call.is_settled)
+        is_due = coming < MAX_WAITING and agent not in self._incomparable
+        return is_due and self.checks.wants(agent, is_settled=call.is_settled)
 
     def sentinels_read(self, request: GenerateRequest, errors: Mapping[Sentinel, float]) -> bool:
         """Take the relative errors of a request's sentinel tokens before its first token is drawn. Returns whether its
@@ -411,13 +411,13 @@ class GuardedCalls:
     def _compare(self, call: GuardedCall, done: Completion, names: Sequence[str]) -> None:
         """Queue the check of an answer with these placeholders translated, if there is anything to compare."""
         served, agent = call.served, call.served.workflow_agent
-        if not (call.is_checked or agent in self._vain):
+        if not (call.is_checked or agent in self._incomparable):
             return
         is_trial = bool((rungs := self.guard.to_try(served, call.tried)) and call.tried)
         if not (is_trial or names):
-            self._vain[agent] = None
+            self._incomparable[agent] = None
             return
-        self._vain.pop(agent, None)
+        self._incomparable.pop(agent, None)
         if call.is_checked and is_trial:
             control = self.guard.needs_control(served)
             self.checks.add(trial(served, done, call.tried, rungs, control=control, is_settled=call.is_settled))

@@ -331,7 +331,7 @@ class Driver(StatLoggerBase):
         """Generate a response. Returns the plug-in's receipt, None where the response was ended here."""
         request = response.request
         # vLLM's prefix cache is shared by what has the same salt: a check may have one of its own
-        own = f"{AFRESH}{request.request_id}" if request.guard.afresh else ""
+        own = f"{AFRESH}{request.request_id}" if request.guard.recheck else ""
         prompt = tokens_input(list(request.tokens), cache_salt=f"{salt_of(request.namespace)}{own}" or None)
         outputs = self.llm.generate(prompt, response.params, request.request_id, priority=response.priority)
         async with aclosing(outputs):
