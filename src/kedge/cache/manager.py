@@ -39,7 +39,7 @@ NO_TOKEN = -1
 SHARE = 4
 """At least one token of so many in a block is copied: of fewer, prompts have as many in common by chance"""
 LOOKED_AT = 32
-"""Most children of a node that are compared: those that begin most like the prompt, of thousands that may be there"""
+"""Children of a node that are compared, of thousands that there may be: the ones that begin most like the prompt"""
 
 
 class PartialBlocks:
@@ -58,9 +58,8 @@ class PartialBlocks:
         self._tree, self._copy = tree, copy
 
     def find(self, node: TreeNode, tokens: Sequence[int]) -> tuple[int, TreeNode]:
-        """Return how many tokens at the beginning of a block on the device go on after `node` as `tokens` do, for
-        longest, and the node of that block; of several the one used last. It is split off, so that it alone counts as
-        used.
+        """Return how many of `tokens` a block on the device after `node` begins with, at most, and that block's node.
+        Of equal ones the last used wins. The block is split off, so that it alone counts as used.
         """
         same, child = self._longest(node, tokens) if self._copy else (0, node)
         if not self._is_enough(same):
@@ -89,7 +88,7 @@ class PartialBlocks:
         return tokens * SHARE >= self._tree.block_size
 
     def padded(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of a block of which only a beginning can be used: what is behind it equals no prompt's."""
+        """Return the tokens of a block that can be used only up to here: the rest equals no prompt's."""
         return (*tokens, *[NO_TOKEN] * (self._tree.block_size - len(tokens)))
 
 
@@ -164,12 +163,11 @@ class CacheManager:
         return Status(readiness_of(nodes), on_device, self._tree.tokens_in(walk.length) - on_device)
 
     def demand(self, request_id: RequestId, namespace: Namespace, tokens: Sequence[int]) -> Readiness:
-        """Load what is on the host of the longest exact prefix of `tokens`, or join the loads that are under way.
+        """Load the part of the longest exact prefix of `tokens` that only the host has, or join its loads under way.
 
-        Call this in every step until it answers `READY` and the request is admitted, or until the caller has waited
-        long enough and admits it all the same; a shorter prefix loads a part. `LOADABLE`: there is no room now, which
-        is tried again with every `pump`, before anything is prefetched. `READY` is also the answer where a copy has
-        failed, or computing costs less than loading.
+        Call this in every step until it answers `READY`, or until the caller has waited long enough and admits the
+        request without it. `LOADABLE`: there is no room now; every `pump` tries again, before anything is prefetched.
+        `READY` is also the answer where a copy has failed, or computing costs less than loading.
         """
         return self._demands.demand(request_id, namespace, tokens)
 
@@ -245,8 +243,8 @@ class CacheManager:
     def commit_prefix(self, request_id: RequestId, exact_tokens: Sequence[int]) -> None:
         """Share the first `len(exact_tokens)` tokens of a running lease, whose KV is final and exact (full blocks).
 
-        The lease keeps its blocks, also those that the tree holds twice: these are freed when it ends. Raises
-        `PlanError` without a lease, or where `exact_tokens` does not fit it.
+        The lease keeps all of its blocks. Blocks that the tree has already are freed when it ends. Raises `PlanError`
+        without a lease, or where `exact_tokens` does not fit it.
         """
         held = self._holding(request_id)
         full = self._full_tokens(held, exact_tokens)
@@ -334,7 +332,7 @@ class CacheManager:
     def limit_host(self, tenant: TenantId, nbytes: int | None) -> None:
         """Limit the host bytes of a tenant from its next copy on, in whole blocks; None is no limit.
 
-        A tenant at its limit evicts its own copies, and never those of others.
+        A tenant at its limit evicts its own copies, never another tenant's.
         """
         if nbytes is None:
             self.tiers.limits.pop(tenant, None)
@@ -404,8 +402,8 @@ class CacheManager:
     def _begin(
         self, tokens: int, source: TreeNode, n: int, hit: Sequence[int], steps: float | None
     ) -> tuple[list[int], int]:
-        """Allocate the blocks behind a hit and copy so many tokens of `source` to the first one. Returns them, and how
-        many tokens were copied: none where there is no other room than the block that has them.
+        """Allocate the blocks behind a hit, and copy so many tokens of `source` to the first one. Returns the blocks,
+        and the number of tokens copied: 0 where only `source` itself could make room.
         """
         new: list[int] = []
         if tokens:
@@ -425,9 +423,7 @@ class CacheManager:
         return new, tokens
 
     def _allocate(self, n: int, following: Sequence[int], steps: float | None) -> list[int]:
-        """Allocate blocks. Where a request needs them now, backups that hold what would have to go are given up, unless
-        they have started.
-        """
+        """Allocate blocks. For a request, backups that have not started are given up where they lock what has to go."""
         try:
             return self._take(n, following, steps)
         except OutOfBlocks:
@@ -446,7 +442,7 @@ class CacheManager:
         return self.tiers.allocate(DEVICE, n, after, may_go)
 
     def _full_tokens(self, held: Holding, exact_tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return those of `exact_tokens` that fill blocks. Raises `PlanError` if they do not fit the lease."""
+        """Return the `exact_tokens` that fill whole blocks. Raises `PlanError` if they do not fit the lease."""
         count = len(exact_tokens)
         if count > len(held.lease.blocks) * self.block_size:
             raise PlanError("exact_tokens", count, f"the lease has {len(held.lease.blocks)} blocks")
@@ -475,9 +471,7 @@ class CacheManager:
         self.prefetcher.due = True
 
     def _count_hit(self, node: TreeNode, copied: int) -> tuple[Span, ...]:
-        """Count a hit of `node` and all above it. Returns their tokens by source, with so many more that were `copied`
-        on the device.
-        """
+        """Count a hit of `node` and its ancestors. Returns their tokens by source, and the `copied` ones behind."""
         parts: list[tuple[Source, int]] = []
         for step in node.path_down():
             source, tokens = Source.DEVICE, step.size * self.block_size
@@ -507,9 +501,7 @@ class CacheManager:
     # prefetches -----------------------------------------------------------------------------------------------
 
     def _lacking(self, key: Owner) -> int:
-        """Return how many blocks a prefetch for a key would load: none unless its label is on the host only, and not on
-        its way.
-        """
+        """Return how many blocks a prefetch for a key would load: 0 unless its label is on the host and not moving."""
         node = self._tree.labels.nodes.get(key)
         if node is None or node.blocks[DEVICE] or node.transfer:
             return 0

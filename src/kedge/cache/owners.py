@@ -33,7 +33,7 @@ class Ranked:
         """Whether it follows a fixed prompt"""
 
     def change_step(self, old: float | None, new: float | None) -> bool:
-        """Replace the step of one that needs it; None: it does not. Returns whether the least step changes."""
+        """Replace the step of one owner; None: it does not need this. Returns whether the least step changes."""
         before = self.step
         steps = self.steps = self.steps or StepCounts()
         if old is not None:
@@ -46,7 +46,7 @@ class Ranked:
         return self.step != before
 
     def has_steps(self, steps: Iterable[float]) -> bool:
-        """Return whether `steps` are those of all that need it."""
+        """Return whether these are the steps of all owners that need it."""
         found = Counter(steps)
         return self.step == min(found, default=None) and found == (self.steps.counts if self.steps else Counter())
 
@@ -94,9 +94,8 @@ class Prefetcher:
         self.window, self.jobs = PREFETCH_WINDOW, PREFETCH_JOBS
         """Steps within which is prefetched (benchmarks set it below 0), and how many at once"""
         self.due = self._denied = False
-        """Whether something has changed since the last look: a forecast, what is loaded, or who holds blocks. A copy
-        that failed changes nothing: what cannot be copied would be tried again without end. And whether there was no
-        room for all then."""
+        """Whether to look again: a forecast, a load or the owner of a block has changed. A failed copy changes nothing:
+        it would be tried again without end. And whether the last look found no room for some."""
         self._near: dict[Owner, None] = {}
         """Owners within the window"""
         owners.followers.append(self._follow)
@@ -114,9 +113,9 @@ class Prefetcher:
         return max(0, self.jobs - sum(one.purpose is Purpose.PREFETCH for one in pending))
 
     def start(self, pending: Iterable[Transfer], among: Container[Owner] | None = None) -> None:
-        """Start to load KV that owners need and the device lacks; with `among`, of these owners only. The owner that
-        runs next comes first; of equal ones that with the highest probability, then that with the least KV. Prefetches
-        in `pending` count against `jobs`. What finds no room is tried again when it is due. O(owners in the window).
+        """Start to load KV that owners need and the device lacks; with `among`, of these owners only. Order: fewest
+        steps, then highest probability, then fewest blocks. Prefetches in `pending` count against `jobs`. Loads that
+        find no room are tried again when due. O(owners in the window).
         """
         if not self.due:
             return

@@ -1,4 +1,4 @@
-"""Which block of which tier holds the KV of which exact prefix.
+"""The radix tree: which blocks of each tier hold the KV of an exact prefix.
 
 A node is a run of full blocks. Locking a node locks its path to the root; a node without locks has no locked
 descendant, so everything below it can go, leaves first. What a tier holds is closed under prefixes.
@@ -158,7 +158,7 @@ class RadixTree:
     def join_path(self, node: TreeNode) -> list[TreeNode]:
         """Join the nodes on the path to `node` that nothing tells apart any more: a history that grew turn by turn.
 
-        Returns those that took over their parents' blocks.
+        Returns the nodes that took over their parents' blocks.
         """
         joined = []
         while node.parent is not None:
@@ -192,7 +192,7 @@ class RadixTree:
         self.drop_if_empty(parent)
 
     def drop_if_empty(self, node: TreeNode) -> None:
-        """Forget a namespace of which `node` is the root, where it has neither blocks nor locks left."""
+        """Forget the namespace of a root that has neither blocks nor locks left; leave any other node."""
         if node.parent is None and not node.children and not node.locks:
             self._roots.pop(node.namespace, None)
 

@@ -168,8 +168,8 @@ class Tiers:
         return self.transfers.cost.load_pays(blocks, blocks * self.tree.block_size, ahead)
 
     def load(self, node: TreeNode, purpose: Purpose, allowed: Allowed) -> NodeTransfer | None:
-        """Queue the load of what `missing(node)` finds, if there is room on the device. Returns None, having changed
-        nothing, where there is none, or where nothing is missing.
+        """Queue a load of the nodes that `missing(node)` finds. Returns None, having changed nothing, without room on
+        the device or where nothing is missing.
         """
         nodes = missing(node)
         if not nodes:
@@ -200,10 +200,10 @@ class Tiers:
             self._copier.hurry(transfer.copy.copy_id)
 
     def back_up(self, node: TreeNode) -> None:
-        """Queue a copy to the host of what it lacks on the path to `node`: once, and only if there is room.
+        """Queue a copy of the path to `node` to the host, as far as it is not there, if there is room.
 
-        Room is what is free, or held by copies that are worth no more than this one. While ancestors are being backed
-        up, the node waits for them: the host tier is closed under prefixes.
+        Free blocks are room, and copies that are worth no more than this one. While ancestors are being backed up, the
+        node waits for them: the host tier is closed under prefixes.
         """
         nodes = [step for step in node.path_down() if not step.blocks[HOST]]
         if not nodes or not self.host_blocks or all(step.transfer for step in nodes):

@@ -97,7 +97,7 @@ class Tokenizer(Protocol):
         """Return whether the text up to this token no longer depends on what follows; bytes may be a character's."""
 
     def plain(self, tokens: Tokens) -> Tokens:
-        """Return an answer's tokens without special ones: those that another agent reads, and that decode as it."""
+        """Return an answer's tokens without special ones. Another agent reads these; they decode to the same text."""
 
     def token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes of one token, which may be part of a character; a special token as it is spelled out.
@@ -175,12 +175,12 @@ class Engine(ABC):
         """
 
     def wait_idle(self, timeout: float = 600.0) -> None:  # noqa: B027
-        """Wait until nothing is left of what is done beside requests, such as the guard's checks; by default that is
-        nothing. Raises `TimeoutError` after `timeout` seconds.
+        """Wait until all work beside requests is done, such as the guard's checks; by default there is none. Raises
+        `TimeoutError` after `timeout` seconds.
         """
 
     def advise(self, namespace: Namespace, hints: TurnHints) -> tuple[ActionOutcome, ...]:
-        """Take what a client says between two requests, of the session that it names and of those that it expects.
+        """Take what a client says between two requests, of the session that it names and of others that it expects.
         Returns what becomes of each hint, by its name: `keep_for`, `returns_in`, `final`, and `expects` with the
         session that it is about. By default all are refused.
 
@@ -191,9 +191,8 @@ class Engine(ABC):
         return refused(hints, NO_SESSIONS)
 
     def limit(self, tenant: TenantId, quota: QuotaSettings) -> None:
-        """Limit what a tenant holds, in all its namespaces together. Over its quota it loses its own data first, and
-        never that of another tenant. Raises `ConfigError` for a quota that the engine cannot enforce: by default, for
-        any limit.
+        """Limit what a tenant holds, in all its namespaces together. A tenant over its quota loses its own data only.
+        Raises `ConfigError` for a quota that the engine cannot enforce: by default, for any limit.
         """
         if quota != QuotaSettings():
             raise ConfigError("limits", tenant, f"{type(self).__name__} cannot bound what a tenant holds")

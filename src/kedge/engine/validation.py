@@ -33,8 +33,7 @@ _TEXTS: Final = ("request_id", "tenant", "partition", "client", "workflow", "run
 def require_sensible(request: GenerateRequest, vocab_size: int | None = None, most: int | None = None) -> None:
     """Raise a `RequestError` that names key, value and what is accepted where no engine could serve `request`.
 
-    With `vocab_size`, all its token ids must be smaller, also those that only its hints hold. Its prompt
-    may have `most` tokens.
+    With `vocab_size`, all token ids must be smaller, also in its hints. Its prompt may have `most` tokens.
     """
     if not isinstance(request, GenerateRequest):
         raise RequestError("request", brief(request), "must be a GenerateRequest")
@@ -80,7 +79,7 @@ def require_new_id(request_id: RequestId, in_flight: Container[RequestId]) -> No
 def sensible_hints(
     changes: Changes, prompts: Mapping[AgentKey, Tokens]
 ) -> tuple[dict[AgentKey, NextRun | None], dict[AgentKey, Tokens]]:
-    """Return the valid entries of a forecast; those of a wrong type or with impossible numbers are left out.
+    """Return the valid entries of a forecast; entries of a wrong type or with impossible numbers are left out.
 
     Never raises: a hint is never an error.
     """

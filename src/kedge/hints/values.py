@@ -11,7 +11,7 @@ MAX_NAME_LENGTH = 256
 MAX_HINT_AGENTS = 4096
 """Agents in one hint."""
 MAX_EXPECTED = 64
-"""Sessions in one hint, actions of a call that get an outcome, and names of what it had besides"""
+"""Sessions in one hint, actions of a call that get an outcome, and ignored fields of a body that are named"""
 MAX_KEPT_SECONDS = 3600.0
 """Time for which KV is kept at a client's word, at most."""
 

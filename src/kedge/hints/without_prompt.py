@@ -40,7 +40,7 @@ def ends_run(hints: Hints) -> bool:
 def outcomes(body: Mapping[str, Any], hints: Hints, engine: Sequence[ActionOutcome]) -> list[dict[str, str]]:
     """Return what becomes of all that a body asks for, `hints` as they were read.
 
-    `engine` is what became of those that an engine has taken. Those of `kv_hints` come first, by their own ids.
+    `engine` has the outcomes of hints that an engine has taken. Actions of `kv_hints` come first, by their own ids.
     """
     taken = {(one.action_id, one.session): one for one in engine}
     kedge = kedge_field(body, Counter())

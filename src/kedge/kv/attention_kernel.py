@@ -2,9 +2,8 @@
 this module needs Triton.
 
 Every row is a token that attends to all positions up to its own. Its context is read in several shares at once, whose
-results are joined by their softmax sums, as in Flash-Decoding. Some rows share a program, which reads the context of
-those that are of one sequence once. How long the contexts are is read on the GPU: so that one CUDA graph serves all
-lengths.
+results are joined by their softmax sums, as in Flash-Decoding. Some rows share a program, which reads a context once
+for all rows of its sequence. Lengths of contexts are read on the GPU, so that one CUDA graph serves all lengths.
 """
 
 import logging
@@ -150,7 +149,7 @@ def _attend(
             key = tl.load(keys + at_slot, mask=inside, other=0.0)
             value = tl.load(values + at_slot, mask=inside, other=0.0)
             scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scaling
-            if CAPPED:  # tanh, of what every version of Triton has
+            if CAPPED:  # tanh by the sigmoid, which every version of Triton has
                 scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
             sees = its[:, None] & (position[None, :] < length[:, None]) & (position[None, :] >= first[:, None])
             scores = tl.where(sees & here[None, :], scores, float("-inf"))

@@ -22,7 +22,7 @@ PoolPairs = Sequence[tuple[Tensor, Tensor]]
 
 
 def host_pools(device: PagedStorage, num_blocks: int) -> PoolPairs:
-    """Return keys and values of new host slots with those of the device."""
+    """Return pools of new slots on the host, each paired with the device's: keys, then values."""
     layers, _, *token = device.keys.shape
     shape = layers, num_blocks * device.block_size, *token
     return [(torch.empty(shape, dtype=pool.dtype), pool) for pool in (device.keys, device.values)]

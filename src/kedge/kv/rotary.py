@@ -84,7 +84,7 @@ class Rotary:
     def _apply(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         pairs, start = cos.shape[-1], self.pairing.start
         stop = start + 2 * pairs
-        # Spelled out for every head: rows that are as long as those of the keys take two thirds of the time.
+        # Repeated for every head: with rows as long as the keys' it takes two thirds of the time.
         cos, sin = (x.to(keys.dtype).expand(-1, keys.shape[2], -1) for x in (self.pairing.spread(cos), sin))
         torch.mul(keys[..., start:stop], cos.contiguous(), out=out[..., start:stop])
         (first, second), (out_first, out_second) = (self.pairing.split(x, pairs) for x in (keys, out))

@@ -89,7 +89,7 @@ def keeps_latent(expanded: int, latent: int, rotated: int) -> bool:
 
 
 def longest(config: PretrainedConfig) -> int:
-    """Return the largest number of positions of a sequence: those that the model supports and rotates consistently.
+    """Return the most positions that a sequence may have: the model supports them and rotates them consistently.
 
     Beyond its original length a model with length-dependent RoPE rotates all keys anew; cached keys, and those of
     shorter sequences in the same pass, would differ.

@@ -84,7 +84,7 @@ class PagedStorage:
     def __init__(self, spec: KVSpec, num_blocks: int, block_size: int, device: torch.device, rotary: Rotation) -> None:
         self.spec, self.block_size, self.rotary = spec, block_size, rotary
         shape = (spec.layers, num_blocks * block_size, spec.kv_heads, spec.head_dim)
-        if spec.latent:  # one row for each token, of which the values are the first half: attention reads it whole
+        if spec.latent:  # one row for each token, values in its first half: attention reads it whole
             rows = torch.empty(*shape[:-1], 2 * shape[-1], dtype=spec.dtype, device=device)
             self.keys, self.values = halves(rows)
         else:
@@ -93,8 +93,8 @@ class PagedStorage:
         self.parts = layer_parts(spec, self.keys, self.values)
         """The keys and values of each layer as they are written, each [slots, kv_heads, key_dim]: views"""
         self.pools = [(layer, layer) for layer in rows] if spec.latent else self.parts
-        """The keys and values of each layer as attention reads them: with a latent both are [slots, 1, latent +
-        rotary_dim], else those that are written
+        """The keys and values of each layer as attention reads them: with a latent both are the whole row [slots, 1,
+        latent + rotary_dim], else `parts`
         """
 
     @property

@@ -27,7 +27,7 @@ class SharedHeads(BoundedDict[Any, tuple[Hashable, ...]]):
     """
 
     def observe(self, chain: Sequence[Hashable], rest: Hashable) -> None:
-        """Take note of a prompt: the hashes of its full blocks, each of all up to its end, and one of what is left."""
+        """Take note of a prompt: the prefix hashes of its full blocks, and a hash of the rest."""
         chain = chain[:MAX_LENGTH]
         for block, after in pairwise((*chain, rest)):
             known = self.get(block, ())

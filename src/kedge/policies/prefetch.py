@@ -21,7 +21,7 @@ def is_within(step: float | None, window: float) -> bool:
 
 
 def is_awaited(step: float | None) -> bool:
-    """Return whether a step is that of what a request waits for."""
+    """Return whether a request waits for KV with this step."""
     return step is not None and step < 0
 
 
@@ -59,8 +59,8 @@ class CostModel:
         self.load, self.compute = UnitCost(), UnitCost()
 
     def computed(self, tokens: int, seconds: float, fade: float = 0.999) -> None:
-        """Learn what a pass took, if it had tokens. After each, loads seem to take a little less: only those that pay
-        are measured, and where they were slow for once, as on a busy machine, there would never be any again.
+        """Learn what a pass took, if it had tokens. After each pass loads are assumed to be a little faster. Only loads
+        that pay are measured: after a slow one, as on a busy machine, there would never be another.
         """
         self.compute.observe(tokens, seconds)
         if tokens and self.load.seconds_per_unit is not None:

@@ -7,7 +7,7 @@ So whose KV is cached goes on, and a session that was evicted gets in once for s
 own next turns find it cached, and they repay its prefill. How many sessions are active at once needs no other cap:
 of `1 + PATIENCE` admissions about one brings a session back.
 
-Without overload the order is that of arrival.
+Without overload requests are served in the order of arrival.
 
 Beside that stands a cap on active runs (`may_start`).
 """
@@ -26,7 +26,7 @@ from kedge.structures.bounded import BoundedDict
 PATIENCE = 4.0
 """Later arrivals, for each request that waits, that may go before one whose whole prompt has to be computed."""
 LOAD_SHARE = 0.1
-"""Cost of loading a token from the host over that of computing it."""
+"""Cost of loading a token from the host, as a share of the cost of computing it."""
 LOOK_UP_TOKENS = 16_384
 """Tokens of prompts that one call of `ServiceOrder.order` looks up, beside the prompt of the request that is first."""
 IDLE_SECONDS = 120.0
@@ -114,8 +114,8 @@ class LiveContexts:
 
 @dataclass(slots=True)
 class _Place:
-    """A waiting item: its number in the order of arrival, its tokens, whether it goes before those that are not first,
-    and its share to compute at a version.
+    """A waiting item: its number in the order of arrival, its tokens, whether it goes before all ordinary ones, and its
+    share to compute as of a version.
     """
 
     arrival: int
@@ -128,8 +128,8 @@ class _Place:
 class ServiceOrder(Generic[T]):
     """The waiting items of one queue in the order of service.
 
-    Bound: an item is passed by at most `patience * n` of those that arrived after it, where n is the greatest number
-    of items that waited together with it, whatever look-ups answer; and by those that are pushed as first.
+    Bound: whatever look-ups answer, at most `patience * n` later arrivals pass an item, where n is the greatest number
+    of items that waited together with it. Items that are pushed as first come on top.
     """
 
     def __init__(self, look_up: Callable[[T], float], patience: float = PATIENCE) -> None:
@@ -218,7 +218,7 @@ MOST = 0.5
 """Share of a prompt that has to be computed, from which on it is cold; and share of requests that sessions come back
 with, from which on cold prompts are held back."""
 WAIT_SHARE = 0.5
-"""Most time to write an answer, over that of computing the prompt that waits for it."""
+"""Longest time to write an answer, as a share of the time to compute the prompt that waits for it."""
 GROWTH = 1.02
 """Growth of a shortest time with every observation, so that it follows what changes."""
 

@@ -173,8 +173,8 @@ class EngineCosts:
     def ahead_pays(self, tokens: int, running: int) -> bool:
         """Return whether to compute `tokens` tokens before their request arrives, beside `running` running requests.
 
-        It moves the time of these tokens to before its first token, and costs each running one that of another sequence
-        in the pass on top.
+        It takes the time of these tokens off its time to first token, and adds to each running request's pass the time
+        of one more sequence.
         """
         delay = running * self.added_seconds(0, 1)
         return not self.is_by_cost or self.added_seconds(tokens, 0) > CERTAIN * delay

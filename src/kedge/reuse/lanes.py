@@ -1,8 +1,8 @@
 """Lanes: several holes of one prompt in one pass of an engine that computes a prompt only from a position on.
 
 The request itself computes its last hole. Every earlier one is a *lane*: a row of the batch of its own, over the same
-KV. A lane takes its tokens and its row from what a step leaves over once the running requests, and those that are
-served earlier, have what they would take. So lanes slow no other request down, and are granted in the order of service.
+KV. A lane takes its tokens and its row from what running requests, and requests served earlier, leave over in a step.
+So lanes slow no other request down, and are granted in the order of service.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WaitingPrompt:
 
 
 def lane_tokens(holes: Holes) -> int:
-    """Return the tokens that the lanes of a prompt compute: those of all holes but the last."""
+    """Return the number of tokens that the lanes of a prompt compute: in all holes but the last."""
     return sum(map(len, holes[:-1]))
 
 

@@ -38,8 +38,8 @@ def layout(request: GenerateRequest) -> tuple[Placed, ...]:
 
 
 def can_move(segment: Segment) -> bool:
-    """Return whether base KV of a value has read what an agent reads before it, so that rotation alone can move it to
-    another agent's prompt: that of an answer, and one that was computed in an agent's prompt.
+    """Return whether rotation alone can move a value to another agent's prompt. Its base KV must have been computed
+    behind an agent's text: an answer, or a value in an agent's prompt.
     """
     return segment.is_answer or segment.in_context
 
@@ -51,8 +51,8 @@ def reads_in_place(request: GenerateRequest, placed: Placed) -> bool:
 
 
 def shared_text(request: GenerateRequest, last: Placed) -> Tokens:
-    """Return the tokens of a prompt from its first value on up to the end of the segment `last`: what comes before, an
-    agent's own, is all that is read otherwise in the prompt of another agent that has the same text.
+    """Return the tokens of a prompt from its first value to the end of the segment `last`. Another agent's prompt with
+    the same text differs only before it, in the agent's own first segment.
     """
     own = takewhile(lambda one: not one.is_placeholder, request.segments)
     return request.tokens[sum(len(one.tokens) for one in own) : last.stop]
@@ -65,8 +65,8 @@ def known_segments(request: GenerateRequest) -> int:
 
 
 def next_stop(request: GenerateRequest, drafted: int) -> int:
-    """Return how many leading segments are known up to the end of the next placeholder and the prefix segment after it;
-    the first `drafted` ones are behind us.
+    """Return the number of known leading segments up to the next placeholder behind the first `drafted` ones, with the
+    prefix segment after it.
     """
     segments, known = request.segments, known_segments(request)
     places = (at for at in range(drafted, known) if segments[at].is_placeholder)
@@ -75,9 +75,8 @@ def next_stop(request: GenerateRequest, drafted: int) -> int:
 
 
 def template_key(request: GenerateRequest) -> str:
-    """Return workflow, agent and a digest of the template and of its values' base contexts: what was observed under
-    another wording, or against other base KV, is never used, nor what was observed before the guard discarded the
-    agent's anchors.
+    """Return workflow, agent and a digest of the template and of its values' base contexts. So nothing is used that was
+    observed under another wording, against other base KV, or before the guard discarded the agent's anchors.
     """
     return f"{request.workflow}/{request.agent}/{request.template_digest}{request.guard.epoch or ''}"
 

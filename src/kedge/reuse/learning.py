@@ -48,7 +48,7 @@ class Backlog(Generic[H]):
         self._waiting: deque[PendingPrompt[H]] = deque()
         self._ended: set[RunKey] = set()
         self.observed = self.given_up = self.failed = 0
-        """Prompts that were learned from, those that were not for want of room, and those that failed"""
+        """Prompts that were learned from, that were given up for want of room, and that failed"""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -126,8 +126,8 @@ class Backlog(Generic[H]):
 class SpareTime:
     """When background work may be done beside an engine's steps.
 
-    It is held back while somebody waits for a first token, and in the step after that, as with asynchronous scheduling
-    the token is read once that has been started; but for every so many steps, as under load there may be no others.
+    It is held back while somebody waits for a first token, and in the step after that: with asynchronous scheduling the
+    token is read once that step has started. Under load there may be no other steps: `PATIENCE` bounds the wait.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -162,8 +162,8 @@ class LearningBudget(SpareTime):
         """Waits for a pass that a device has only begun: what that still takes is no time of learning's"""
 
     def spend(self, learn: Callable[[], bool], seconds: float, *, is_awaited: bool = False) -> None:
-        """Learn piece after piece after a pass of so many seconds, within its share, until `learn` returns False. Later
-        passes pay for what exceeds it, and of earlier ones counts what was held back.
+        """Learn piece after piece after a pass of so many seconds, within its share, until `learn` returns False. A
+        piece that exceeds the share is charged to later passes; shares that were held back are kept.
 
         A step without a pass is for one piece: a request that arrives meanwhile does not wait for more. While a first
         token is computed or a verdict `is_awaited`, and in the step after, nothing is learned in most steps.

@@ -53,7 +53,7 @@ class ReusePlan:
 
     @classmethod
     def dense(cls, exact: Sequence[Span], size: int) -> ReusePlan:
-        """Return the plan of a prompt of `size` tokens of which nothing but the `exact` spans is reused."""
+        """Return the plan of a prompt of `size` tokens that reuses nothing but the `exact` spans."""
         start = exact[-1].stop if exact else 0
         return cls((*exact, Span(start, size, Source.COMPUTED)))
 

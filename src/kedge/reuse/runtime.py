@@ -168,13 +168,12 @@ class Runtime:
         self, request: GenerateRequest, exact_tokens: int, *, of_later_readers: bool = False
     ) -> list[BaseNeed]:
         """Return base prefills that pay before a request is planned: of values behind its first `exact_tokens` that
-        others are going to read too, and that its own agent can translate once they are there.
+        others are going to read too, and that its own agent can translate then.
 
-        The first reader of a value would compute it in its own context, and then its base KV had to be computed for
-        the others; so all of them translate it. Only once it is known how good its agent's estimates are: what the
-        first reader gets wrong, all others read. With `of_later_readers`, also of values that were read before, once
-        its agent has seen as many as a translation needs: base KV that was to be computed beside others is not there in
-        time.
+        Otherwise the first reader would compute a value in its own context, and its base KV would be computed as well,
+        for the others. The first reader translates only once its agent's estimates are known to be good: what it gets
+        wrong, all others read. With `of_later_readers`, values count that were read before, once the agent has seen as
+        many as a translation needs: base KV computed beside other work would come too late.
         """
         if not self.learns(request) or request.prompt_logprobs is not None:
             return []
@@ -188,14 +187,14 @@ class Runtime:
         return [self._placeholder_need(request, one) for one in paying]
 
     def keep_response(self, request: GenerateRequest, tokens: Tokens, kv: KVSegment) -> None:
-        """Keep an answer's own KV, but perhaps that of its last token, as base KV of the placeholder that it fills."""
+        """Keep an answer's own KV, perhaps without its last token, as base KV of the placeholder that it fills."""
         if self.learns(request) and request.produces is not None:
             self._bases.put_sample(request.run_key, request.produces, tokens, kv)
 
     def keep_base(self, request: GenerateRequest, read: ReadKV, plan: ReusePlan | None = None) -> None:
-        """Keep from a computed prompt what other prompts of its run read: the base KV of values that it reads in their
-        base context, and of template text behind values. With a `plan`, of values only what is before all translated
-        tokens, of text only what was not translated.
+        """Keep what other prompts of the run read from a computed prompt: base KV of values that it reads in their base
+        context, and of template text behind values. With a `plan`, only values before all translated tokens count, and
+        text that was not translated.
         """
         if not self.learns(request):
             return
@@ -265,7 +264,7 @@ class Runtime:
     # which base KV is worth it ---------------------------------------------------------------------------------
 
     def _prefixes(self, request: GenerateRequest, placed: tuple[Placed, ...]) -> Mapping[int, KVSegment] | None:
-        """Return base KV of the template's later prefix segments, if it has any; None unless that of all is there."""
+        """Return base KV of the template's later prefix segments; None where it lacks one of them."""
         later = [one.index for one in later_prefixes(placed)]
         return self._bases.prefixes(request.namespace, template_key(request), later) if later else {}
 

@@ -26,7 +26,7 @@ class Remembered(NamedTuple):
 
     @classmethod
     def of(cls, value: Value, text: str = "") -> Self:
-        """Return what is remembered of a value: that of one without tokens is that it is empty."""
+        """Return what is remembered of a value; one without tokens is known to be empty."""
         return cls(value if value.tokens else NOTHING, text)
 
     @classmethod

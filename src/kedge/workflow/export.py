@@ -46,7 +46,7 @@ def columns(workflow: Workflow) -> list[list[AgentId]]:
 
 
 def workflow_edges(workflow: Workflow) -> Iterator[Edge]:
-    """Yield an edge from every agent to each that reads its answers, dashed if only those of turns before."""
+    """Yield an edge from every agent to each reader of its answers, dashed if it reads only earlier turns' answers."""
     for agent in workflow.agents:
         speakers = {AgentId(read.of) for read in agent.placeholders if read.kind is not ValueKind.INPUT}
         for speaker in sorted(speakers):
@@ -63,7 +63,7 @@ def lanes(graph: StepGraph) -> list[list[Node]]:
 
 
 def step_edges(graph: StepGraph) -> Iterator[Edge]:
-    """Yield the edges of a step graph: for each node those of `after`, then those of `loops`."""
+    """Yield the edges of a step graph, node by node: first from `after`, then from `loops`."""
     odds = {node.id: node.odds for node in graph.nodes}
     for node in graph.nodes:
         for is_loop, alternatives in ((False, tuple(node.after)), (True, tuple(node.loops))):

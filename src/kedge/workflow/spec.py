@@ -66,7 +66,7 @@ class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, str_max_length=MAX_COUNT)  # a length checks Unicode, too
 
     def given(self, *leave_out: str) -> dict[str, Any]:
-        """Return the fields that the file sets; the others have the defaults of what is built from them."""
+        """Return the fields that the file sets; what is built from them has the defaults of the others."""
         return {key: getattr(self, key) for key in self.model_fields_set if key not in leave_out}
 
 

@@ -28,7 +28,7 @@ from kedge.workflow.steps import Alternative, NextRun, Nodes, search
 
 
 class RunState(NamedTuple):
-    """State of a run: the nodes that run, and those that are done in this iteration of every loop they are in."""
+    """State of a run: the nodes that run, and the nodes that are done in this iteration of their loops."""
 
     running: Nodes = frozenset()
     done: Nodes = frozenset()

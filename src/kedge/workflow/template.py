@@ -145,8 +145,8 @@ class CompiledAgent:
     def fill(
         self, values: Mapping[Placeholder, Value], pending: Collection[SampleId] = frozenset()
     ) -> tuple[Segment, ...]:
-        """Return the prompt `p0 φ1 p1 φ2 …` without empty segments, but with those of `pending` samples, whose tokens
-        are not known yet. Raises `UnknownPlaceholder` where a value is missing.
+        """Return the prompt `p0 φ1 p1 φ2 …`. Empty segments are left out, except of `pending` samples, whose tokens are
+        not known yet. Raises `UnknownPlaceholder` where a value is missing.
         """
         segments = [Segment(self.prefixes[0], "p0")]
         filled = zip(self.placeholders, self.contexts, self.stand_ins, self.prefixes[1:], strict=True)

@@ -34,10 +34,6 @@ class Topology:
     turns: int = 1
 
 
-Edges = Iterable[tuple[int, int]]
-"""Pairs (speaker, listener) of positions, the deciding agent apart."""
-
-
 def fully_connected(agents: Sequence[Agent]) -> Topology:
     """Let every agent read all before it."""
     return _topology(agents, ((i, j) for j in range(len(agents)) for i in range(j)))
@@ -89,7 +85,8 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
 }
 
 
-def _topology(agents: Sequence[Agent], edges: Edges) -> Topology:
+def _topology(agents: Sequence[Agent], edges: Iterable[tuple[int, int]]) -> Topology:
+    """Return the topology of (speaker, listener) pairs of positions, without the deciding agent, which is last."""
     ids = [AgentId(agent.id) for agent in _at_least_one(agents)]
     pairs = list(edges)
     unread = set(range(len(ids) - 1)) - {speaker for speaker, _ in pairs}

@@ -23,7 +23,9 @@ class Logprobs:
         prompt: Sequence[int] = (),
         first: int | None = None,
     ) -> None:
-        """`top` and `prompt_top` as requests have them; `first` limits those of the answer to its first tokens."""
+        """Begin without tokens. `top` and `prompt_top` are as requests have them; of an answer only the `first` tokens
+        count, unless that is None.
+        """
         self._first, self._top, self._prompt_top = first, top, prompt_top
         self._prompt = tuple(prompt) if self.of_prompt else ()
         self.prompt: list[TokenLogprob | None] = [None] if self.of_prompt else []

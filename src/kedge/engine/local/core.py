@@ -153,9 +153,8 @@ class EngineCore:
         return None
 
     def _refuted(self, sequences: Iterable[Sequence]) -> list[RequestSequence]:
-        """Compare the sentinel tokens of sequences of which all tokens are computed: translated KV against computed KV.
-        Returns those where they refute what was translated: the plan is to compute all of that now, in blocks that no
-        other request reads.
+        """Compare translated with computed KV of the sentinel tokens of sequences whose prompts are computed. Returns
+        the requests where they refute the translation: their plans compute all of it now, in blocks of their own.
         """
         watched = [one for one in sequences if isinstance(one, RequestSequence) and one.sentinels]
         if not watched:

@@ -116,7 +116,7 @@ class Learning:
         return tuple(job.key for job in jobs)
 
     def _provide_bases(self, sequence: RequestSequence, read: ReadKV) -> None:
-        """Keep base KV that a computed prompt leaves behind, and queue prefills of what else its values need."""
+        """Keep base KV that a computed prompt leaves behind, and queue base prefills for its other values."""
         try:
             self._runtime.keep_base(sequence.request, read, sequence.plan)
         except Exception:  # out of memory, say: its readers ask for it

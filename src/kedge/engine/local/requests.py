@@ -87,8 +87,8 @@ class Requests:
         return True
 
     def compute_again(self, sequence: RequestSequence) -> None:
-        """Free the blocks of a running request, of which nothing is cached: what was computed beside wrong KV may be
-        wrong as well. It is admitted again before all others, and computed.
+        """Free the blocks of a running request, and cache nothing: KV computed beside wrong KV may be wrong as well.
+        The request is admitted again before all others, and computed.
         """
         self._parts.cache.abort(sequence.key)
         self._requeue(sequence)
@@ -225,8 +225,8 @@ class Requests:
             sequence.todo = [last]
 
     def _end_response(self, sequence: RequestSequence, reason: FinishReason, computed: int) -> None:
-        """End the answer, of which the first `computed` tokens have KV: the one drawn last is left to its readers. Of a
-        forced one the rest is computed next, for its logits.
+        """End the answer. Its first `computed` tokens have KV: the last drawn one is left to its readers. The rest of a
+        forced answer is computed next, for its logits.
         """
         sequence.finish, sequence.computed = reason, computed
         if sequence.forced:

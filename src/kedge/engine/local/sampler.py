@@ -33,8 +33,8 @@ class ForcedAnswer:
         return self.tokens[0]
 
     def read(self, place: int, rows: Tensor) -> Tensor:
-        """Record logits [rows, vocab], of which the first are after `place` tokens of the answer (negative: before its
-        beginning). Returns the rows that a token of the answer follows.
+        """Record logits [rows, vocab]. The first row is after `place` tokens of the answer; negative: before it begins.
+        Returns the rows that a token of the answer follows.
         """
         first, stop = max(0, -place), max(0, len(self.tokens) - place)
         kept = rows[first : min(stop, max(0, self.rows - place))].float().cpu()
@@ -87,11 +87,10 @@ class Sampler:
 
 
 def draw_tokens(logits: Tensor, samplers: Sequence[Sampler]) -> list[int | Exception]:
-    """Draw the next token of every request from logits [requests, vocab], in which those of tokens that a request's
-    grammar forbids become -inf.
+    """Draw the next token of every request from logits [requests, vocab]; tokens that its grammar forbids become -inf.
 
-    An entry is an error if a request's own `draw` or its grammar raised, it returned no valid token, or its logits are
-    not finite.
+    An entry is an error where a request's logits are not finite, its grammar or its own `draw` raised, or `draw`
+    returned no valid token.
     """
     _penalise(logits, samplers)
     failed = _forbid(logits, samplers)

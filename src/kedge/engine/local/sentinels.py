@@ -1,9 +1,8 @@
 """Sentinel tokens: a few tokens of every translated value that the model computes as well.
 
-What translation wrote for them is remembered and compared with what the model computes, in the same pass that computes
-the rest of the prompt. Most of them are computed anyway, and those of all requests of a pass are compared by one
-chain of operations. Where the two are far apart, something is wrong with what translation is made from, and the prompt
-is computed before its first token is drawn.
+Their translated KV is remembered and compared with what the model computes, in the same pass as the rest of the prompt.
+Most of them are computed anyway, and one chain of operations compares all requests of a pass. Where the two are far
+apart, base KV or offsets are wrong, and the prompt is computed before its first token is drawn.
 """
 
 from collections.abc import Sequence

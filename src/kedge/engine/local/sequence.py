@@ -130,7 +130,7 @@ class PreparedPrompt(ExpectedPrompt, Sequence):
 
     @property
     def exact(self) -> int:
-        """Number of leading tokens with KV equal to that of dense prefill."""
+        """Number of leading tokens whose KV is exact."""
         if self.draft is None:
             return 0
         sources = self.draft.sources

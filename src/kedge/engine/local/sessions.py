@@ -25,9 +25,8 @@ class SessionCaching:
         self._lengths = FixedLengths(cache.block_size)
 
     def arrived(self, request: GenerateRequest) -> Turn | None:
-        """Protect the cached part of a waiting request's prompt, more than those of later requests.
-
-        None for a request that reuses nothing.
+        """Protect the cached part of a waiting request's prompt: the earlier it came, the more. Returns its turn, None
+        for a request that reuses nothing.
         """
         if request.reuse is ReuseMode.OFF or not self._is_on:
             return None
@@ -70,8 +69,8 @@ class SessionCaching:
             self.label(request.agent_key, request.tokens[:length], turn)
 
     def label(self, agent: AgentKey, tokens: Sequence[int], turn: Turn | None = None) -> None:
-        """Label the cached part of `tokens` as an agent's fixed prompt. `turn` is that of a prompt that begins with it,
-        whose hashes are known.
+        """Label the cached part of `tokens` as an agent's fixed prompt. The prompt of `turn`, whose hashes are known,
+        begins with it.
         """
         self._cache.on_label(agent.namespace, agent, tokens)
         if self._is_on:

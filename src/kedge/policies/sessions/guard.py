@@ -70,7 +70,7 @@ class StepShadow:
                 self._free[block] = None
 
     def _make_room(self, current: Hashable) -> None:
-        """Drop what has no owner, then the ends of the histories that are needed last, but for that of `current`."""
+        """Drop blocks without an owner, then the ends of histories that are needed last, except `current`'s."""
         while len(self._owners) > self._capacity:
             if self._free:
                 del self._owners[self._free.popitem(last=False)[0]]
@@ -117,7 +117,7 @@ class Guard:
         sample = self._sample(owner, chain)
         kept = max(0.0, 1 - len(sample) / self._window)
         lead = self._steps.access(owner, sample) - leading(sample, self._lru)
-        for block in reversed(sample):  # so that of one prompt the end goes first
+        for block in reversed(sample):  # so that a prompt's end goes before its beginning
             self._lru[block] = None
         self._lead = kept * self._lead + lead
         self._accessed = kept * self._accessed + len(sample)

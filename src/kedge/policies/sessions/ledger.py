@@ -46,7 +46,7 @@ class LedgerChanges(NamedTuple):
 
     steps: NextRuns[SessionKey]
     swaps_policy: bool
-    """Whether the other policy rules from now on: LRU, or that of sessions again"""
+    """Whether the other policy rules from now on: LRU, or sessions again"""
 
 
 class SessionLedger:
@@ -62,7 +62,7 @@ class SessionLedger:
         self._clock, self._arrivals = clock, itertools.count()
         self.tracker, self.guard = SessionTracker(), Guard(num_blocks)
         self._standing: BoundedDict[SessionKey, TurnEnd] = BoundedDict(owner=lambda key: key.namespace.tenant)
-        """Hints for turns that bring none of their own; no tenant evicts those of another"""
+        """Hints for turns that bring none of their own; no tenant evicts another tenant's"""
         self._swaps_policy = False
         self._pace = START_PACE
         self._runs: dict[AgentKey, float] = {}
@@ -71,7 +71,7 @@ class SessionLedger:
         self._agents: dict[SessionKey, tuple[AgentKey, Hashable]] = {}
         """The agent of a session, in its run and in all runs"""
         self._places: dict[SessionKey, float] = {}
-        """The places of sessions in flight among those that wait: the least is needed first"""
+        """The places of sessions in flight in the order of service: the least is needed first"""
         self._moved: set[SessionKey] = set()
 
     # turns ----------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class SessionLedger:
 
 
 def refused(hints: TurnHints, reason: str, outcome: ActionResult = ActionResult.REJECTED) -> tuple[ActionOutcome, ...]:
-    """Return the outcomes of hints none of which is taken, or known to be."""
+    """Return the outcomes of hints where none is taken, or none is known to be."""
     others = (ActionOutcome("expects", reason, outcome, name) for name in hints.expects)
     return (*(ActionOutcome(name, reason, outcome) for name in _said(hints)), *others)
 

@@ -97,7 +97,7 @@ class SessionLinks:
         return ends[end]
 
     def put(self, session: Hashable, namespace: Namespace, chain: Chain, shared: int) -> None:
-        """Set the end of a session to that of `chain`, of which other prompts may hold the first `shared` blocks."""
+        """Let a session end where `chain` does. Other prompts may hold its first `shared` blocks."""
         self.drop(session)
         ends = self._ends.get(namespace, {})
         places = [-back for back in BACK if len(chain) - back >= shared] or [-1]

@@ -15,7 +15,7 @@ COMPARED_TOKENS = 32
 TOP = 20
 """Most likely tokens of each position whose probabilities are compared"""
 FLOOR = 1e-9
-"""Least probability of what is not among them"""
+"""Least probability of all other tokens together"""
 BEGINNING = 1024
 """Most characters of an answer's beginning that are read for its first call"""
 LEAST = math.log(FLOOR)
@@ -25,7 +25,7 @@ MAX_KL = -LEAST
 
 @dataclass(frozen=True, slots=True)
 class DecisionComparison:
-    """The decisions of a translated answer beside those of dense prefill."""
+    """The decisions of a translated answer beside dense prefill's."""
 
     changes: Mapping[DecisionKind, bool]
     """Of each kind that was compared, whether it differs"""
@@ -54,8 +54,8 @@ class AnswerDecisions:
 
 
 def compare_decisions(dense: AnswerDecisions, translated: AnswerDecisions, cut: int | None) -> dict[DecisionKind, bool]:
-    """Return of each kind of decision that two answers have whether it differs; `cut` is the number of characters
-    after which one of them was cut off, None where neither was.
+    """Return by kind whether the decisions of two answers differ. `cut` is the number of characters after which one of
+    them was cut off, None where neither was.
     """
     calls = {first_decision(one.beginning[:cut]) for one in (dense, translated)}
     changes = {DecisionKind.CALL: len(calls) > 1}
@@ -86,9 +86,9 @@ def _has_numbers(position: TokenLogprob) -> bool:
 
 
 def divergence(dense: TokenLogprob, translated: TokenLogprob) -> float:
-    """Return a lower bound of KL(dense || translated): over the tokens of which both probabilities are known, with all
-    others as one. A token that only dense prefill lists is on the other side no likelier than the least likely one that
-    is listed there; where its share of all others would be more, it counts by itself with that.
+    """Return a lower bound of KL(dense || translated): over the tokens whose probability is known on both sides, with
+    all others as one. A token that only dense prefill lists is at most as likely, translated, as the least likely one
+    listed there. Where its share of all others would be more than that, it counts by itself.
     """
     p, q = (dict((*one.top, (one.token, one.logprob))) for one in (dense, translated))
     both = [(max(LEAST, p[token]), max(LEAST, q[token])) for token in p.keys() & q.keys()]

@@ -25,7 +25,7 @@ LEAST = 6
 SETTLED = 40
 """Comparisons after which a bound hardly gets tighter: older ones weigh an eighth"""
 STAYS = 0.9
-"""A cheaper rung takes over only if it computes less than this share of what the one that serves computes"""
+"""A cheaper rung takes over only if it computes less than this share of the serving rung's tokens"""
 MAX_BUDGETS = 6
 """Budgets of one agent whose proofs are kept apart"""
 RETRIED = 4
@@ -174,8 +174,8 @@ class Proof:
     """Times in a row that nothing was translated on a rung"""
 
     def observe(self, finding: RungFinding, prompt: int, noise: float | None = None) -> None:
-        """Take a comparison of the prompt with this hash, less the noise of rounding: that of the same prompt, or what
-        is usual. A prompt that was compared before only shows what got worse.
+        """Take a comparison of the prompt with this hash, less the `noise` of rounding, by default the usual one. A
+        prompt that was compared before only shows what got worse.
         """
         self.untranslated.pop(finding.rung, None)
         record = self.rungs.setdefault(finding.rung, RungRecord())
@@ -211,14 +211,14 @@ class Proof:
         return chosen
 
     def _upper(self, rung: int, alpha: float) -> float:
-        """Return the upper bound of a rung's mean; those of all rungs together are wrong with probability `alpha`."""
+        """Return the upper bound of a rung's mean. With probability 1 - `alpha` the bounds of all rungs hold."""
         return self.rungs[rung].divergence.upper(alpha / len(RUNGS))
 
     def to_try(self, budget: float, alpha: float, hopeless: float = 4.0) -> list[int]:
-        """Return the rungs that may be cheaper than the one that serves and are not known to be too far off, first the
-        one that lacks the fewest comparisons. Those by anchors are tried again now and then, as anchors get better, and
-        those of which two comparisons already have a mean of `hopeless` budgets: each costs as many tokens as the
-        answer has. Those that translated nothing are tried less and less.
+        """Return the rungs that may be cheaper than the serving one and are not known to be too far off; the one that
+        lacks the fewest comparisons comes first. Rungs by anchors are tried again now and then, since anchors get
+        better. So are rungs with a mean of `hopeless` budgets after two comparisons: each costs as many tokens as the
+        answer has. Rungs that translated nothing are tried less and less.
         """
         served = self.choose(budget, alpha)
         least = RUNGS[served].weak_error if served is not None and RUNGS[served].by_anchors else 0.0
@@ -274,7 +274,7 @@ class Proof:
 
 
 class Proofs(BoundedDict[WorkflowAgent, BoundedDict[str, Proof]]):
-    """The proofs of all agents, by the wordings of their templates: one says nothing of what another would prove."""
+    """The proofs of all agents, by the wording of their templates: a proof of one says nothing about another."""
 
     def wordings(self, agent: WorkflowAgent) -> BoundedDict[str, Proof]:
         """Return an agent's proofs, the agent as the newest: of as many wordings as are found in plain traffic."""
@@ -286,8 +286,8 @@ class Proofs(BoundedDict[WorkflowAgent, BoundedDict[str, Proof]]):
 
 
 class SavedProof(BaseModel):
-    """An agent's proof as plain data, rungs by name: those of another version are left out. Data of another shape
-    raises `ValueError`.
+    """An agent's proof as plain data, rungs by name: unknown ones are left out. Data of another shape raises
+    `ValueError`.
     """
 
     agent: str

@@ -31,9 +31,9 @@ the others. Where they are off by more than `MAX_SENTINEL_ERROR` in the mean, th
 token. In other calls of an agent whose values are translated whole, one token each of two values, which both have to be
 off"""
 MAX_SENTINEL_ERROR = 0.5
-"""Highest mean relative error of a call's sentinel tokens: the norm of the difference over that of the computed keys or
-values. At 1 they say nothing of what was computed. Of one token each of two values: the highest error of each, and half
-of their highest mean"""
+"""Highest mean relative error of a call's sentinel tokens: the norm of the difference over the norm of computed keys or
+values. At 1 translated KV says nothing of computed KV. With one token each of two values: the highest error of each,
+and half of their highest mean"""
 TRIED = 0.5
 """Share of the calls with something withheld that are tried with it translated. From the others the anchors learn: a
 trial with what was learned from the very same call would always be clean."""
@@ -97,7 +97,7 @@ class QualityGuard:
         """Nats a token of rounding alone, of all agents"""
         self._lock, self._rng = threading.Lock(), random.Random(0)
         self.suspicions = self.breaches = 0
-        """Of all records, also those that are no longer kept"""
+        """Of all records, also after they were forgotten"""
 
     def mode(self, request: GenerateRequest) -> GuardMode:
         """Return the mode that holds for a request; `off` for one that is not translated anyway."""
@@ -116,7 +116,7 @@ class QualityGuard:
         return replace(request.guard, withheld=withheld, rung=rung, epoch=epoch, sentinels=SENTINELS, watched=watched)
 
     def _is_outdated(self, request: GenerateRequest) -> bool:
-        """Return whether anchors that a request may have used are discarded: it says nothing of those that follow."""
+        """Return whether the anchors that a request used are discarded: it says nothing about later ones."""
         return request.guard.epoch < self._epochs.get(request.workflow_agent, 0)
 
     def budget(self, request: GenerateRequest) -> float:
@@ -169,9 +169,9 @@ class QualityGuard:
         return min(1.0, self._settings.share * (1 + (MORE - 1) * near)), True
 
     def to_try(self, request: GenerateRequest, tried: str) -> list[int | None]:
-        """Return the rungs on which a check translates what it tries: those that may come to serve the agent, or that
-        which does. Beside a check of what is served, those that may be cheaper. None for a call that was computed while
-        its agent was proved: that costs time which others need for their proof.
+        """Return the rungs on which a check translates what it tries: the serving one, or all that may come to serve;
+        beside a check of a served call, all that may be cheaper. Empty for a call that was computed while its agent was
+        proved: others need that time for their proof.
         """
         if tried not in ("", EVERYTHING):
             return [request.guard.rung]

@@ -61,8 +61,8 @@ def refuted_by_drawn(errors: Errors, limit: float) -> frozenset[str]:
 
 
 def refuted_by_weak(errors: Errors, usual: Mapping[str, UsualError], limit: float) -> frozenset[str]:
-    """Return the placeholders that weak tokens refute: those of placeholders of which it is known what is usual,
-    together, above a multiple of that and above `limit`. What is not a number always refutes.
+    """Return the placeholders that weak tokens refute: where their usual error is known and their mean error, over all
+    of them, is above a multiple of it and above `limit`. What is not a number always refutes.
     """
     means = {name: fmean(found) for name, found in errors.items()}
     bounds = {name: max(limit, WEAK_REFUTES * usual[name].mean) for name in means}
@@ -98,7 +98,7 @@ validity."""
 
 @dataclass(slots=True)
 class ChangeEvidence:
-    """Counts of decisions that were compared, and of those that differed; bounds hold after every observation.
+    """Counts of decisions that were compared, and that differed; bounds hold after every observation.
 
     Under a true share p the likelihood ratio of a Beta mixture against p is a martingale that starts at 1 (an e-value),
     so by Ville's inequality it ever reaches 1 / alpha with probability at most alpha. The shares that it has not
@@ -122,7 +122,7 @@ class ChangeEvidence:
 
     @property
     def alpha(self) -> float:
-        """Probability with which it may be wrong since the last restart: those of all restarts add up to `ALPHA`."""
+        """Probability with which it may be wrong since the last restart; over all restarts it adds up to `ALPHA`."""
         return ALPHA / ((self.restarts + 1) * (self.restarts + 2))
 
     @property
@@ -195,7 +195,7 @@ class GuardRecord:
     streak: int = 0
     """Those seen"""
     refutations: ChangeEvidence = field(default_factory=ChangeEvidence)
-    """Readings of sentinel tokens since the last breach, and those of them that refuted a translation"""
+    """Readings of sentinel tokens since the last breach, and how many of them refuted a translation"""
     weak_errors: Annotated[UsualError, Field(exclude=True)] = field(default_factory=UsualError, init=False)
     """Of sentinel tokens that are computed anyway"""
     calls: Annotated[int, Field(exclude=True)] = field(default=0, init=False)
@@ -213,7 +213,7 @@ class GuardRecord:
         return self.calls < SETTLED
 
     def observe(self, seen: DecisionComparison, settings: GuardSettings) -> None:
-        """Take the comparison of a translated answer with that of dense prefill, whichever of them was served."""
+        """Take the comparison of a translated answer with dense prefill's, whichever was served."""
         self.evidence.observe(seen.changed, self.state is GuardState.ON)
         self.kl = max(self.kl, seen.kl)
         if settings.max_changed == 1:
@@ -230,8 +230,8 @@ class GuardRecord:
             self.state = GuardState.ON
 
     def read_sentinels(self, settings: GuardSettings, *, refuted: bool) -> None:
-        """Take a reading of sentinel tokens. One that refutes a translation makes the placeholder suspect. Its anchors
-        are discarded once more readings do than answers may change: two by chance are far apart.
+        """Take a reading of sentinel tokens. A reading that refutes a translation makes the placeholder suspect. Once
+        more readings do than answers may change, its anchors are discarded: by chance two are far apart.
         """
         self.refutations.observe(refuted)
         if refuted and self.refutations.exceeds(settings.max_changed, self.refutations.alpha):

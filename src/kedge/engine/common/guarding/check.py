@@ -46,7 +46,7 @@ class ComparedWay(NamedTuple):
     finding: RungFinding | None
     """None where it was not translated on a rung"""
     is_served: bool
-    """Whether it says something of what is served, or would be: not of a rung that is only tried"""
+    """Whether requests are served in this way, or would be: no rung that is only tried"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +62,7 @@ class Check:
     decisions: AnswerDecisions
     """Of the served answer"""
     is_settled: bool = False
-    """Whether it can wait for those of agents that are new, or whose mean seems to rise"""
+    """Whether it can wait until agents are checked that are new, or whose mean seems to rise"""
 
     @property
     def run(self) -> RunKey | None:
@@ -83,7 +83,7 @@ class Check:
         return None if noise is None or noise > FAR else noise
 
     def judge(self, answers: Sequence[Completion | None]) -> list[ComparedWay]:
-        """Return what the answers to the requests say, of those that were translated after all. None: it has none."""
+        """Return what each translated answer says beside the dense one. None stands for a request without an answer."""
         pairs = [(one, answer) for one, answer in zip(self.requests, answers, strict=True) if answer is not None]
         dense = self.served if self.tried else next(answer for one, answer in pairs if one.reuse is ReuseMode.OFF)
         ways = [] if self.tried else [(self.of, self.served)]
@@ -198,7 +198,7 @@ def _again(request: GenerateRequest, served: Completion, *, is_free: bool = True
 
 
 def translated_placeholders(request: GenerateRequest, receipt: Receipt) -> tuple[str, ...]:
-    """Return the names of the placeholders of which a receipt lists translated tokens, each once."""
+    """Return the names of the placeholders with translated tokens in a receipt, each once."""
     spans = [span for span in receipt.spans if span.source is Source.TRANSLATED]
     names = (
         here.segment.name

@@ -1,9 +1,8 @@
 """The guard between an engine and its callers: it changes requests as they arrive and reads their completions.
 
 A thread carries out checks one by one: freely while the engine is idle, else within a token budget, and then on the
-most promising rung alone, so that proof gets on by one rung after the other. An engine is idle once no request has
-come for as long as a check takes, so that what such checks delay is at most as much as was waited for. Ends of runs
-wait until no check needs what the run shared.
+most promising rung alone, so that one rung after the other is proved. Idle: no request for one check duration. So a
+check delays a request by at most the time already waited. Runs end once no check needs what they shared.
 """
 
 import logging
@@ -239,9 +238,9 @@ class CheckThread:
         return 0
 
     def _first(self) -> Check:
-        """Return the check to carry out next: of those that are not settled, or else of all, one of the tenant, then of
-        the kind, then of the agent that had the fewest tokens of late. A check of a translated call takes four times as
-        many as a trial: so it is not kept waiting by new agents, nor are they by it.
+        """Return the check to carry out next, settled ones last: of the tenant, then the kind, then the agent with the
+        fewest tokens of late. A check of a translated call takes four times as many tokens as a trial. So neither these
+        checks nor trials of new agents keep the others waiting.
         """
         spent = Counter[Hashable]()
         for sharers, tokens in self._recent:
@@ -271,9 +270,9 @@ class CheckThread:
             self.dropped += not is_done
 
     def _answer(self, requests: Sequence[GenerateRequest], answers: list[Completion | None]) -> bool:
-        """Add the answers to all requests, of which several run at once. None: nothing is translated in such a way yet.
-        That is found out by one request by anchors and one without, so that no others compute all of a prompt in vain.
-        Returns False once one is cancelled, as all are then.
+        """Add the answers to all requests, several at once. None: nothing is translated in this way yet. One request by
+        anchors and one without find that out first, so that the others do not compute whole prompts in vain. Returns
+        False once one is cancelled.
         """
         kinds = [None if (rung := one.guard.rung) is None else RUNGS[rung].by_anchors for one in requests]
         firsts = [at for at, kind in enumerate(kinds) if kind is None or at == kinds.index(kind)]
@@ -304,7 +303,7 @@ class GuardedCall:
     """The withheld placeholder that a check would translate, or `EVERYTHING`; "": none is withheld"""
     is_checked: bool
     is_settled: bool
-    """Whether its comparison can wait for those of agents that are new, or whose mean seems to rise"""
+    """Whether its comparison can wait until agents are compared that are new, or whose mean seems to rise"""
 
 
 class GuardedCalls:

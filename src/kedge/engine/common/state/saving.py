@@ -33,8 +33,8 @@ class Snapshots:
         count: Callable[[str], None] = lambda _: None,
         give_back: Callable[[], None] = lambda: None,
     ) -> None:
-        """`save` returns None where nothing is worth keeping. `key` is that of the setting, `count` counts outcomes by
-        name: saved, failed, refused or damaged. `give_back` is called at the end.
+        """Begin without snapshots. `save` returns None where nothing is worth keeping. `key` is the setting's name.
+        `count` is called with outcomes: saved, failed, refused or damaged. `give_back` is called at the end.
         """
         self._folder, self._key, self._count = folder, key, count
         self._load_state, self._save_state, self._give_back = load, save, give_back

@@ -1,7 +1,7 @@
 """Snapshots of what an engine has learned, saved to a folder (see `StateFolder`), and loaded from it.
 
-The guard's records are part of a snapshot, one record for each workflow of a namespace, without tensors; those of a
-guard that is in another process than the anchors have a folder of their own.
+The guard's records are part of a snapshot, one for each workflow of a namespace, without tensors. Where the guard is in
+another process than the anchors, its records have a folder of their own.
 """
 
 import json
@@ -63,7 +63,7 @@ class EngineState:
         self._files = StateFolder(folder, identity, str(like.dtype).removeprefix("torch.") if like else None)
         self._like, self._values, self._ask, self._guard, self._lock = like, values, ask, guard, threading.Lock()
         self._written: dict[Name, tuple[Hashable, Entry]] = {}
-        """With the signatures that they were written with; those of the guard with their content"""
+        """Each record with its signature when it was written; the guard's records with their content"""
 
     def save(self) -> SavedState:
         """Write a snapshot of what is learned now, see `LocalEngine.save`."""

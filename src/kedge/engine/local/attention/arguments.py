@@ -1,5 +1,4 @@
-"""The arguments that models pass to their attention function besides those that Kedge's supports; the rest is refused
-by name.
+"""The arguments that models pass to their attention function: which Kedge's may ignore, and which it refuses by name.
 
 A model that uses an external attention function passes it everything that its scores depend on. An argument that is
 silently ignored can mean a wrong answer, so only those listed here are ignored.

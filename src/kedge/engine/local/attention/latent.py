@@ -36,12 +36,12 @@ class LatentWeights:
 
     @property
     def of_keys(self) -> Tensor:
-        """Return those of keys [heads, unrotated dimensions, rank]: a view."""
+        """The weights of keys [heads, unrotated dimensions, rank]: a view."""
         return self.weight[:, : -self.value_dim]
 
     @property
     def of_values(self) -> Tensor:
-        """Return those of values [heads, value_dim, rank]: a view."""
+        """The weights of values [heads, value_dim, rank]: a view."""
         return self.weight[:, -self.value_dim :]
 
     def absorbed(self, query: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ NAME = "kedge"
 FEW = 64
 """Up to this many queries, attention is bound by reading the context, not by arithmetic."""
 EXPANDED = 1 << 25
-"""Most numbers of keys and values that are computed from latents at once, unless those of one head are more"""
+"""Most numbers of keys and values that are computed from latents at once, unless one head has more"""
 # What SDPA itself calls on a CPU. It gives the logarithm of the softmax's sum as well, by which parts can be joined.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
