@@ -1,5 +1,6 @@
 """What threads hand to others: a request's tokens (see `kedge.engine.base.Stream`), its text as it grows, an answer."""
 
+import codecs
 import logging
 import queue
 import threading
@@ -17,7 +18,7 @@ Tap = Callable[[Item], Item]
 
 
 def settle(answer: Future[Any], question: Callable[[], object]) -> None:
-    """Answer a question. Whatever that raises, exit included, is for whoever asked."""
+    """Answer a question. Whatever it raises, exit included, is raised where the answer is awaited."""
     try:
         answer.set_result(question())
     except BaseException as error:
@@ -101,6 +102,8 @@ class TextStream:
         self._tokens: list[int] = []
         self._known = 0
         """The number of the first tokens whose text is out; those behind them may still change each other's."""
+        self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
+        """Has the bytes of a character that is not whole yet"""
         self._stop = stop
         self._held = ""
         self.text = ""
@@ -108,8 +111,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         self._tokens.append(token)
-        more = self._more()
-        if not self._cut(more) and more and not more.endswith("\ufffd") and self._tokenizer.is_certain(token):
+        more, is_whole = self._more(), self._is_whole(token)
+        if not self._cut(more) and more and is_whole:
             self._held += more
             self._tokens, self._known = self._tokens[self._known :], len(self._tokens) - self._known
         return self._release(len(self._held) - (0 if self.stopped else self._maybe_stop()))
@@ -127,6 +130,15 @@ class TextStream:
         """
         before = self._tokenizer.decode(tuple(self._tokens[: self._known]))
         return self._tokenizer.decode(tuple(self._tokens))[len(before) :]
+
+    def _is_whole(self, token: int) -> bool:
+        """Return whether no later token can change the text up to this one, which ends no character midway. That it
+        ends with U+FFFD does not tell: a model may write that, and without end.
+        """
+        if not self._tokenizer.is_certain(token):
+            return False
+        self._bytes.decode(self._tokenizer.token_bytes(token))
+        return not self._bytes.getstate()[0]
 
     def _cut(self, more: str) -> bool:
         """Return whether there is a stop string once `more` is added. The text then ends before it."""
