@@ -15,8 +15,6 @@ from kedge.kv.spec import KVSpec
 
 Runs = tuple[slice, ...]
 """Slots in order of positions, as contiguous slices; most requests have one or two."""
-Pools = list[tuple[Tensor, Tensor]]
-"""The keys and values of each layer"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +162,8 @@ def halves(rows: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def layer_parts(spec: KVSpec, keys: Tensor, values: Tensor) -> Pools:
-    """Return each layer's part of the pools. Values are read as wide as keys, which fused kernels require."""
+def layer_parts(spec: KVSpec, keys: Tensor, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return each layer's part of keys and values. Values are read as wide as keys, which fused kernels require."""
     if not spec.shapes:
         return list(zip(keys, values, strict=True))
     parts = zip(keys, values, spec.shapes, strict=True)

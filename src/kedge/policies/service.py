@@ -161,14 +161,22 @@ class ServiceOrder(Generic[T]):
         self._arrivals += 1
         self._places[item] = _Place(self._arrivals, tokens, is_first)
         self._places.move_to_end(item, last=False)
-        self._in_order = self._settled_for = None
+        if self._in_order is None or is_first or self._overloaded:
+            self._in_order = None
+        else:  # in the order of arrival the newest is last: to sort thousands again would take as long as a step
+            self._in_order.append(item)
+        self._settled_for = None
 
     def remove(self, item: T) -> None:
         """Remove an item that is admitted, or was withdrawn. Raises `PlanError` for an item that does not wait."""
         if item not in self._places:
             raise PlanError("item", item, "does not wait")
         del self._places[item]
-        self._in_order = self._settled_for = None
+        if self._in_order is None or self._overloaded:
+            self._in_order = None
+        else:
+            self._in_order.remove(item)
+        self._settled_for = None
 
     def order(self, version: int, overloaded: bool) -> list[T]:
         """Return the items, next first; the caller does not change the list.
@@ -179,7 +187,9 @@ class ServiceOrder(Generic[T]):
         """
         if self._settled_for == (version, overloaded):
             return self.in_order
-        left, self._overloaded, self._in_order = LOOK_UP_TOKENS, overloaded, None
+        if overloaded or self._overloaded:
+            self._in_order = None
+        left, self._overloaded = LOOK_UP_TOKENS, overloaded
 
         def look(item: T) -> None:
             place = self._places[item]

@@ -102,6 +102,12 @@ def test_only_twice_as_many_run_however_many_tenants_come() -> None:
     assert len(engine.core.scheduler.running) == 6
 
 
+def test_no_order_of_all_that_wait_is_made_to_step_or_to_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = backlog(engine := Stepped(max_running=1), answer=50)[-1]
+    monkeypatch.delattr(FairQueue, "__iter__")
+    assert not engine.core.idle and engine.core.requests.cancel(last.request.request_id) and last.is_over
+
+
 # a share of a pass ----------------------------------------------------------------------------------------------------
 
 

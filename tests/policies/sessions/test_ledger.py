@@ -317,7 +317,7 @@ class Traffic(RuleBasedStateMachine):
             else:
                 self.steps[key] = next_run[0]
         assert self.ledger.advance().steps == {}
-        assert len(self.tracker) == len(self.steps) <= 4 and len(self.tracker._links._marks) <= 4
+        assert len(self.tracker._sessions) == len(self.steps) <= 4 and len(self.tracker._links._marks) <= 4
         running = {turn.session for turn in self.open}
         assert not any(self.tracker.state(key) is SessionState.IN_FLIGHT for key in self.steps.keys() - running)
         assert all(key in running if step < 0 else step == self.tracker.rank(key) for key, step in self.steps.items())

@@ -81,7 +81,7 @@ def test_an_ended_session_is_forgotten() -> None:
     tracker = SessionTracker()
     key = turn(tracker, [1], 0.0)
     tracker.end(key)
-    assert tracker.advance(0.0) == {key: None} and not len(tracker) and tracker.rank(key) == math.inf
+    assert tracker.advance(0.0) == {key: None} and not tracker._sessions and tracker.rank(key) == math.inf
     tracker.answered(key, chain(1), 1.0)
     tracker.cancelled(key, 1.0)
     assert tracker.advance(1.0) == {}
@@ -111,7 +111,7 @@ def test_timers_that_are_outdated_go_before_their_time(capacity: int) -> None:
     tracker = SessionTracker(capacity)
     for number in range(1000):
         turn(tracker, [number % 100], float(number), TurnEnd(returns_in=1e12))
-        assert len(tracker._timers._heap) <= max(64, 2 * len(tracker))
+        assert len(tracker._timers._heap) <= max(64, 2 * len(tracker._sessions))
     ranks = [tracker.rank(key) for key in tracker._sessions]
     tracker.advance(1e11 + 1000)
     assert all(tracker.rank(key) < rank for key, rank in zip(tracker._sessions, ranks, strict=True)), "they still run"

@@ -25,8 +25,6 @@ from kedge.workflow.forecast import Changes
 logger = logging.getLogger(__name__)
 
 REFUTED = Miss("*", "the guard computed it: some of its translated KV was far from what the model computes")
-Judge = Callable[[GenerateRequest, Mapping[Sentinel, float]], bool]
-"""(request, relative error of each sentinel) -> whether its prompt has to be computed"""
 
 
 class EngineCore:
@@ -36,8 +34,8 @@ class EngineCore:
         """Make the parts that end requests, the scheduler and learning, and take over the others."""
         self.parts, config = parts, parts.config
         self.requests = Requests(parts)
-        self.judge: Judge = lambda *_: False
-        """What decides on sentinel tokens"""
+        self.judge: Callable[[GenerateRequest, Mapping[Sentinel, float]], bool] = lambda *_: False
+        """Returns whether a prompt has to be computed, by the relative errors of its sentinel tokens"""
         parts.learning = Learning(
             parts.runtime, parts.cache, parts.storage, parts.jobs, parts.longest, self.requests.release
         )

@@ -45,8 +45,9 @@ class Requests:
 
     @property
     def sequences(self) -> list[RequestSequence]:
-        """All requests, waiting and running."""
-        return [*self._parts.scheduler.unadmitted, *self._parts.scheduler.running]
+        """All requests, waiting and running, in any order."""
+        scheduler = self._parts.scheduler
+        return [*scheduler.preempted, *scheduler.loading, *scheduler.waiting.unordered(), *scheduler.running]
 
     def submit(self, sequence: RequestSequence, guard: GuardedCalls | None = None) -> None:
         """Queue a request as it is served: completed by what was found out about plain ones, as the `guard` orders,

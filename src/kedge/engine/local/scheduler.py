@@ -78,6 +78,10 @@ class FairQueue(Generic[T]):
         """
         return (item for *_, item in heapq.merge(*map(self._ranked, self._queues)))
 
+    def unordered(self) -> list[T]:
+        """Return the items in any order, which takes a fraction of the time."""
+        return list(self._waiting)
+
     def heads(self) -> list[T]:
         """Return the next item of every tenant, in the order of service. O(tenants log tenants)."""
         return [item for *_, item in sorted(next(self._ranked(tenant)) for tenant in self._queues)]
@@ -240,7 +244,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether nothing waits or runs."""
-        return not (self.unadmitted or self.jobs or self.ahead or self.running)
+        return not any((self.preempted, self.loading, self.waiting, self.jobs, self.ahead, self.running))
 
     @property
     def unadmitted(self) -> list[RequestSequence]:
@@ -319,7 +323,9 @@ class Scheduler:
         short = sum(len(one.todo) for one in self.running if len(one.todo) <= FEW)
         if first or not room or len(self.running) >= self._max_running or short + FEW > self._budget // 2:
             return first
-        return next((one for one in self.waiting if len(one.tokens) <= FEW), None)
+        if all(len(one.tokens) > FEW for one in self.waiting.unordered()):
+            return None
+        return next(one for one in self.waiting if len(one.tokens) <= FEW)
 
     def _admit_aside(self) -> bool:
         """Admit preempted requests, and ready ones that stepped aside. Returns False if one lacks room."""

@@ -210,10 +210,6 @@ class SessionTracker:
         self.returning = 0.0
         """Share of the last requests that an idle session came back with"""
 
-    def __len__(self) -> int:
-        """Return how many sessions are remembered."""
-        return len(self._sessions)
-
     def __contains__(self, key: SessionKey) -> bool:
         """Return whether a session is remembered."""
         return key in self._sessions

@@ -182,7 +182,7 @@ class Turns(RuleBasedStateMachine):
     def sound(self) -> None:
         engine = self.engine
         engine.queue.check_integrity()
-        assert len(engine.queue.owners.next_runs) <= len(engine.sessions.ledger.tracker)
+        assert len(engine.queue.owners.next_runs) <= len(engine.sessions.ledger.tracker._sessions)
 
 
 TestTurns = Turns.TestCase
