@@ -17,7 +17,7 @@ from kedge.bench.sessions import measure as open_loop
 from kedge.bench.sessions.arrivals import Arrival, Conversation, SessionBenchSettings, traffic_of
 from kedge.bench.sessions.measure import CacheReplay, Columns, Progress, hit_rate, tiered_cache
 from kedge.cache import CacheManager, Lease
-from kedge.policies.sessions.guard import leading
+from kedge.structures.prefixes import cached_length
 from kedge.types import RequestId
 
 
@@ -54,7 +54,7 @@ class _BeladyCache:
 
     def serve(self, chain: Sequence[int], uses: Sequence[float]) -> int:
         """Serve a prompt whose blocks are used next at `uses`. Returns how many blocks hit."""
-        hits = leading(chain, self._cached)
+        hits = cached_length(chain, self._cached)
         new = sum(block not in self._cached for block in chain)
         self._evict(len(self._cached) + new - self._capacity, set(chain))
         for depth, (block, use) in enumerate(zip(chain, uses, strict=False)):

@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
@@ -59,6 +59,11 @@ def chain_of(tokens: Sequence[Hashable], block_size: int, known: Sequence[Hashab
         before = hash((before, block))
         chain.append(before)
     return chain
+
+
+def cached_length(chain: Iterable[Hashable], cached: Container[Hashable]) -> int:
+    """Return how many blocks of a chain are cached before the first that is not."""
+    return sum(1 for _ in takewhile(cached.__contains__, chain))
 
 
 class SortedKeys(dict[bytes, T]):

@@ -12,7 +12,7 @@ from itertools import chain, count, islice
 
 from kedge.checks import MAX_COUNT
 from kedge.settings import EngineSettings
-from kedge.structures.prefixes import chain_of, common_prefix
+from kedge.structures.prefixes import cached_length, chain_of, common_prefix
 from kedge.types import ReuseMode, SampleId, Segment, Tokens, ValueKind
 from kedge.workflow.graph import Step, Workflow
 from kedge.workflow.template import ChatTokenizer, Value, compile_agents
@@ -117,9 +117,7 @@ def _calls(workflow: Workflow, tokenizer: ChatTokenizer, lengths: ValueLengths) 
 
 def _match(cache: set[Hashable], tokens: Tokens) -> int:
     """Return the length of the longest prefix that a cache of whole blocks has; the last token is never part of it."""
-    chain = chain_of(tokens, BLOCK)
-    blocks = next((at for at, block in enumerate(chain) if block not in cache), len(chain))
-    return min(BLOCK * blocks, len(tokens) - 1)
+    return min(BLOCK * cached_length(chain_of(tokens, BLOCK), cache), len(tokens) - 1)
 
 
 def _found(calls: Iterable[_Call]) -> Iterator[int]:

@@ -16,8 +16,8 @@ from kedge.engine.local.sessions import SessionCaching
 from kedge.errors import OutOfBlocks
 from kedge.policies.eviction import policy_of
 from kedge.policies.sessions import SessionHints, Turn, TurnEnd
-from kedge.policies.sessions.guard import leading
 from kedge.settings import TierSettings
+from kedge.structures.prefixes import cached_length
 from kedge.types import Namespace, RequestId, TenantId
 
 SPACE = Namespace(TenantId("trace"))
@@ -33,7 +33,7 @@ def ceiling(arrivals: Sequence[Arrival]) -> float:
     seen: set[int] = set()
     hits = 0
     for one in arrivals:
-        hits += leading(one.chain, seen)
+        hits += cached_length(one.chain, seen)
         seen.update(one.chain)
     return hit_rate(hits, arrivals)
 

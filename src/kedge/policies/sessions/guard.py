@@ -10,18 +10,13 @@ in every prompt that has it, and prompts of any length are seen.
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Container, Hashable, Iterable
-from itertools import takewhile
+from collections.abc import Hashable
 from typing import Any
 
 from kedge.policies.eviction import NextRuns
 from kedge.policies.sessions.turns import MAX_SESSIONS, Chain
 from kedge.structures.bounded import BoundedDict
-
-
-def leading(chain: Iterable[Hashable], cached: Container[Hashable]) -> int:
-    """Return how many blocks of a chain are cached before the first that is not."""
-    return sum(1 for _ in takewhile(cached.__contains__, chain))
+from kedge.structures.prefixes import cached_length
 
 
 class StepShadow:
@@ -38,14 +33,14 @@ class StepShadow:
 
     def access(self, owner: Hashable, chain: Chain) -> int:
         """Return how many leading blocks of a prompt of `owner` are hits, and make all of it its history."""
-        hits = leading(chain, self._owners)
+        hits = cached_length(chain, self._owners)
         self._hold(owner, chain[: self._capacity])
         self._make_room(owner)
         return hits
 
     def own(self, owner: Hashable, chain: Chain) -> None:
         """Make what is cached of `chain` the history of `owner`."""
-        self._hold(owner, chain[: leading(chain, self._owners)])
+        self._hold(owner, chain[: cached_length(chain, self._owners)])
 
     def move(self, owner: Hashable, step: float | None) -> None:
         """Set the step of an owner; None: nothing is expected of it any more."""
@@ -116,7 +111,7 @@ class Guard:
         """Let both take a prompt of `owner`. Returns whether the other policy rules from now on."""
         sample = self._sample(owner, chain)
         kept = max(0.0, 1 - len(sample) / self._window)
-        lead = self._steps.access(owner, sample) - leading(sample, self._lru)
+        lead = self._steps.access(owner, sample) - cached_length(sample, self._lru)
         for block in reversed(sample):  # so that a prompt's end goes before its beginning
             self._lru[block] = None
         self._lead = kept * self._lead + lead
