@@ -166,9 +166,11 @@ class EngineParts:
 
     def stats(self) -> dict[str, object]:
         """Return figures of the queue, the cache, waiting for loads, learning, and the anchors."""
+        queues = self.scheduler
+        waiting = len(queues.preempted) + len(queues.loading) + len(queues.waiting)
         return {
             "dtype": str(self.runner.spec.dtype).removeprefix("torch."),
-            "scheduler": {"running": len(self.running), "waiting": len(self.scheduler.unadmitted)},
+            "scheduler": {"running": len(self.running), "waiting": waiting},
             "learning": self.learning.stats(),
             "cache": asdict(self.cache.stats()),
             "loading": dict(self.loading),
