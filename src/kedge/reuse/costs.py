@@ -30,7 +30,7 @@ machine.
 """
 CERTAIN = 2.0
 """Weight of work that is certain, against time that it saves only if the expectation comes true."""
-REFIT = 8
+REFIT = 32
 """Observations between two fits of the coefficients; the first ones count at once"""
 RIDGE = 1e-6
 """Ridge that keeps the fit defined if observations are alike, in units of each feature's mean square."""
