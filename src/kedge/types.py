@@ -127,8 +127,8 @@ def new_request_id() -> RequestId:
 
 def take_value(of: object, name: str, kind: type[StrEnum]) -> None:
     """Let a field of a frozen dataclass be given as a member of `kind` or its value; anything else is left as it is."""
-    value = getattr(of, name)
-    object.__setattr__(of, name, next((member for member in kind if member == value), value))
+    if type(value := getattr(of, name)) is not kind:
+        object.__setattr__(of, name, next((member for member in kind if member == value), value))
 
 
 class ReuseMode(StrEnum):

@@ -1,7 +1,7 @@
 """What is known of a session's turns: whose they are, how they end, when the next one comes, and what it continues."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from kedge.policies.fixed_prompts import MAX_BLOCKS
@@ -28,8 +28,8 @@ class SessionHints(TurnHints):
     @classmethod
     def of(cls, request: GenerateRequest) -> Self:
         """Return what a request says of its session."""
-        hints = cls(**{one.name: getattr(request.turn, one.name) for one in fields(TurnHints)})
-        return replace(hints, flow=request.workflow_agent, agent=request.agent_key) if request.agent else hints
+        said, who = request.turn, (request.workflow_agent, request.agent_key) if request.agent else ()
+        return cls(said.session, said.parent, said.returns_in, said.is_last, said.keep_for, said.expects, *who)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,9 @@ class TurnEnd:
 
     def or_else(self, other: Self | TurnHints) -> Self:
         """Return this end, with what another says where this one says nothing."""
-        return replace(
-            self,
-            returns_in=other.returns_in if self.returns_in is None else self.returns_in,
-            is_last=self.is_last or other.is_last,
-            keep_for=other.keep_for if self.keep_for is None else self.keep_for,
-        )
+        returns_in = other.returns_in if self.returns_in is None else self.returns_in
+        keep_for = other.keep_for if self.keep_for is None else self.keep_for
+        return type(self)(self.ending, returns_in, self.is_last or other.is_last, keep_for)
 
 
 NO_HINTS, UNKNOWN_END = SessionHints(), TurnEnd()
