@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ALL_COMPUTED = Miss("*", "the log-probabilities of the prompt need all of it to be computed")
 CHEAPER = "translating it would save too little time"
+NOT_WORTH_IT = Miss("*", CHEAPER)
 
 
 class Sentinel(NamedTuple):

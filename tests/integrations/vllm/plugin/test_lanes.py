@@ -274,9 +274,9 @@ def test_a_plan_accounts_for_every_token_behind_the_exact_prefix(holes: Holes, c
     hashed: list[int] = []
     translations = Translations(None, 1, GuardSettings())
     translations.requests[found.request_id] = found
-    cache_blocks = translations.guard(lambda _, count: hashed.append(count), lambda _: ())
+    translations.guard(SimpleNamespace(cache_blocks=lambda _, count: hashed.append(count)), lambda _: ())
     for tokens in (SIZE, 7):
-        cache_blocks(found.request, tokens)
+        translations._guarded(found.request, tokens)
     first = found.written[0].start if found.written else SIZE
     assert hashed == [first, min(first, 7)], "nothing is hashed from the first translated token on"
 

@@ -141,9 +141,7 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._features.translation is None:  # translated blocks are kept out of vLLM's prefix cache
-            coordinator: Any = kv_cache_manager.coordinator
-            block_ids = kv_cache_manager.get_block_ids
-            coordinator.cache_blocks = self.translations.guard(coordinator.cache_blocks, block_ids)
+            self.translations.guard(kv_cache_manager.coordinator, kv_cache_manager.get_block_ids)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self.translations.held.pool = gpu_block_pool
@@ -208,10 +206,12 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, Orders)
+        self._orders = connector_metadata
         self.begin_step()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ARG002
-        self.before_pass(self._orders())
+        self.before_pass(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: translations are written for all layers before the pass."""
@@ -220,12 +220,7 @@ class KedgeConnector(SchedulerSide, WorkerSide, KVConnectorBase_V1, SupportsHMA)
         """Do nothing: KV is read once the pass is over."""
 
     def wait_for_save(self) -> None:
-        self.after_pass(self._orders())
-
-    def _orders(self) -> Orders:
-        orders = self._get_connector_metadata()
-        assert isinstance(orders, Orders)
-        return orders
+        self.after_pass(self._orders)
 
 
 def _worker_here() -> KedgeConnector | None:

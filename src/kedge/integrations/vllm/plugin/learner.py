@@ -23,7 +23,7 @@ from kedge.kv.segment import KVSegment
 from kedge.reuse.ahead import Ended, ExpectedPrompt, ExpectedPrompts
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import Backlog
-from kedge.reuse.plan import CHEAPER, ReusePlan
+from kedge.reuse.plan import NOT_WORTH_IT, ReusePlan
 from kedge.reuse.runtime import BaseNeed, ReadKV, Runtime
 from kedge.structures.bounded import BoundedDict
 from kedge.types import (
@@ -152,7 +152,7 @@ class Learner:
         began, request = self._clock(), query.request
         refusal = self.rotation.refusal
         if not (refusal or self._runtime.pays(request)):
-            return TranslationVerdict((range(request.prompt_tokens),), (Miss("*", CHEAPER),))
+            return TranslationVerdict((range(request.prompt_tokens),), (NOT_WORTH_IT,))
         is_read = self.rotation.is_open and not query.has_waited
         wanted = self._note(self._runtime.needs(request, is_new=True)) if is_read else ()
         if refusal:

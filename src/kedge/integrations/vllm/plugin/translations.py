@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -24,13 +25,11 @@ from kedge.integrations.vllm.plugin.requests import (
     TranslationVerdict,
     TranslationWrite,
 )
+from kedge.reuse.plan import NOT_WORTH_IT
 from kedge.settings import GuardSettings
-from kedge.types import ClientId, GenerateRequest, ReuseMode, RunId, RunKey, Tokens
+from kedge.types import ClientId, GenerateRequest, RequestId, ReuseMode, RunId, RunKey, Tokens
 
 UNPROVED_HERE = "nothing proves it within a budget of fidelity: KedgeMiddleware does, and fidelity any needs no proof"
-CacheBlocks = Callable[[Request, int], None]
-BlockIds = Callable[[str], Sequence[Sequence[int]]]
-"""Returns the block ids of a request, by its id, in each KV cache group"""
 EMPTIED = "the caches were emptied while it waited or ran"
 NO_LANES = "vLLM's scheduler is not Kedge's, or another KV connector would save translated KV as if it were exact"
 
@@ -54,25 +53,26 @@ class Translations:
         """For captures"""
         self.lanes = LaneGrants(self.requests, BasePrefills(self.held, self._order))
         self._is_learning = False
+        self._prefilled: dict[RequestId, LiveRequest] = {}
+        """Admitted requests whose prompts are captured once they are computed"""
         self._completed: deque[list[Capture]] = deque([] for _ in range(2 if is_ahead else 1))
         """Prompts to be captured in the steps to come, once their first tokens have been read; their blocks are held"""
 
     def _order(self, capture: Capture) -> None:
         self._orders.captures += (capture,)
 
-    def guard(self, cache_blocks: CacheBlocks, block_ids: BlockIds) -> CacheBlocks:
-        """Wrap vLLM's `coordinator.cache_blocks`, which hashes full blocks, so that translated ones are left out.
-
-        `block_ids` returns the blocks of a request in each group.
+    def guard(self, coordinator: Any, block_ids: Callable[[str], Sequence[Sequence[int]]]) -> None:
+        """Let vLLM's `coordinator.cache_blocks`, which hashes full blocks and is called for every request in every
+        step, leave out translated ones while there are any. `block_ids` returns the blocks of a request in each group.
         """
-        self._block_ids = block_ids
+        self._block_ids, self._coordinator, cache_blocks = block_ids, coordinator, coordinator.cache_blocks
 
         def guarded(request: Request, num_computed_tokens: int) -> None:
             live = self.requests.get(request.request_id)
             exact = live.written[0].start if live and live.written else num_computed_tokens
             cache_blocks(request, min(num_computed_tokens, exact))
 
-        return guarded
+        self._guarded = guarded
 
     @property
     def refusal(self) -> str | None:
@@ -119,7 +119,10 @@ class Translations:
             live.lose(computed)
             return None  # more lanes may be needed, which are granted with the next step
         holes = self.lanes.holes_of(live)
-        return None if holes is None else live.plan(holes, computed)
+        spared = None if holes is None else live.plan(holes, computed)
+        if live.written:
+            self._coordinator.cache_blocks = self._guarded
+        return spared
 
     def may_ask_at_once(self, live: LiveRequest) -> bool:
         """Return whether the only worker, which is in this process, can answer before a step: not where it is still to
@@ -153,6 +156,8 @@ class Translations:
         """Order the translation of an admitted request before this step's pass."""
         live.translated = live.written
         self.lanes.admit(live)
+        if live.verdict and live.verdict.misses != (NOT_WORTH_IT,):  # else nothing in it is worth keeping for others
+            self._prefilled[live.request_id] = live
         if live.written:
             self._orders.writes += (TranslationWrite(live.request_id, blocks, live.written),)
         elif live.verdict:
@@ -162,18 +167,23 @@ class Translations:
         """Order the capture of a response that others read, as far as it was run; its blocks are held until then."""
         if live.is_pending or live.verdict:
             self._orders.dropped += (live.request_id,)
+        self._prefilled.pop(live.request_id, None)
+        if live.written and not any(one.written for one in self.requests.values()):
+            del self._coordinator.cache_blocks
         may_learn = live.asked.reuse is ReuseMode.TRANSLATE and live.refusal is None
-        answer = answer_of(live.request)
-        known = min(live.request.num_computed_tokens - live.request.num_prompt_tokens, len(answer))
-        if live.asked.produces is not None and may_learn and block_ids and known > 0:
-            self._order(Capture(live.asked, tuple(block_ids), self.held.hold(block_ids), answer, known))
+        if live.asked.produces is not None and may_learn and block_ids:
+            answer = answer_of(live.request)
+            known = min(live.request.num_computed_tokens - live.request.num_prompt_tokens, len(answer))
+            if known > 0:
+                self._order(Capture(live.asked, tuple(block_ids), self.held.hold(block_ids), answer, known))
 
     def forget(self) -> None:
         """Let the workers forget all that they have learned. No request that is there now uses it or adds to it."""
         self.give_up_captures()
         self._orders = Orders(ended_runs=self._orders.ended_runs, forgets=True)
+        self._prefilled.clear()
         for live in self.requests.values():
-            live.refusal, live.captured = live.refusal or EMPTIED, True
+            live.refusal = live.refusal or EMPTIED
             live.withdraw()
 
     def end_run(self, run: RunKey) -> None:
@@ -186,17 +196,13 @@ class Translations:
         """Return the orders for this step, with captures of prompts that earlier ones completed."""
         self._orders.captures += tuple(self._completed.popleft())
         self._completed.append([])
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            live = self.requests.get(request_id)
-            if live is None or live.hinted is None or live.captured:
-                continue
-            if live.request.num_computed_tokens + scheduled >= live.request.num_prompt_tokens:
-                live.captured = True
-                if live.verdict:
-                    blocks = self._block_ids(live.request.request_id)[0]
-                    held, is_translated = self.held.hold(blocks), bool(live.translated)
-                    capture = Capture(live.asked, tuple(blocks), held, is_translated=is_translated)
-                    self._completed[-1].append(capture)
+        for request_id, live in [*self._prefilled.items()]:
+            scheduled = output.num_scheduled_tokens.get(request_id, 0)
+            if scheduled and live.request.num_computed_tokens + scheduled >= live.request.num_prompt_tokens:
+                del self._prefilled[request_id]
+                blocks = self._block_ids(request_id)[0]
+                held, is_translated = self.held.hold(blocks), bool(live.translated)
+                self._completed[-1].append(Capture(live.asked, tuple(blocks), held, is_translated=is_translated))
         orders, self._orders = self._orders, Orders()
         self._is_learning = self._is_learning or bool(orders.expected)
         tokens, rows = self.lanes.taken
