@@ -83,7 +83,7 @@ class Sorted(StepScheduler, Vllms):
     def __init__(self, capacity: int = 0) -> None:
         self.cached, self.on_host, self.orders = set[int](), set[int](), list[list[str]]()
         self.judged, self.free, self.holes = list[str](), 0, tuple[range, ...]()
-        lanes = SimpleNamespace(is_wanted=False, take=lambda: ({}, []))
+        lanes = SimpleNamespace(is_wanted=False, prefills=(), take=lambda: ({}, []))
         connector = SimpleNamespace(
             open_lanes=lambda _: None, judge_at_once=lambda one: self.judged.append(one.request_id),
             translations=SimpleNamespace(lanes=lanes, able=set()), cached_blocks=self.blocks, requests=self,

@@ -91,9 +91,9 @@ class StepScheduler(Scheduler):
         Returns those that may not start in this step, which are taken out: the first that has to wait for running
         requests, and those behind it, or there would be no bound on how many pass it.
         """
-        overloaded = self._contexts.tokens() > self._capacity
+        overloaded = bool(self._order) and self._contexts.tokens() > self._capacity
         was_overloaded, self._was_overloaded = self._was_overloaded, overloaded
-        if not (overloaded or was_overloaded) or not self._order:
+        if not (overloaded or was_overloaded):
             return []
         waiting = list(self.waiting)
         back = [one for one in waiting if one not in self._order or one in self.deferred_waiting]
@@ -160,7 +160,7 @@ class StepScheduler(Scheduler):
             if self.requests:
                 self._base_share.computes()
             self._judge()
-            if self._lanes.is_wanted:
+            if (self.waiting or self._lanes.prefills) and self._lanes.is_wanted:
                 self._reserve(self._lanes)
             output: SchedulerOutput = super().schedule(*args, **more)
         finally:
