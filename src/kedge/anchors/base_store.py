@@ -223,7 +223,8 @@ class BaseStore:
         """Forget the values that a run's agents produced, and what their prompts left of the texts that they share.
         What else it has read makes room again.
         """
-        for key in [key for key, stored in self._entries.items() if stored.run == run]:
+        name = run.run_id  # all entries are looked at, and few have the name
+        for key in [key for key, one in self._entries.items() if one.run and one.run.run_id == name and one.run == run]:
             self._entries[key].held_until = 0
             if isinstance(key, _RunKey):
                 self._drop(key)

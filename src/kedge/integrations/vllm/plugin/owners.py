@@ -65,8 +65,7 @@ class AgentPrompts:
 
     def counters(self) -> Counter[str]:
         """Return what was ignored since the start."""
-        ignored = self._board.ignored
-        return Counter(ignored_labels=self._ignored_labels, ignored_forecasts=ignored)
+        return Counter(ignored_labels=self._ignored_labels, ignored_forecasts=self._board.ignored)
 
     # forecasts ------------------------------------------------------------------------------------------------
 
@@ -178,8 +177,8 @@ class SessionHistories:
         """Take what a client says of its sessions between requests. Returns what becomes of each hint."""
         if self._device is None:
             return refused(hints, NO_SESSIONS)
-        outcomes = self.ledger.advise(namespace, hints)
-        self.advance()
+        if outcomes := self.ledger.advise(namespace, hints):
+            self.advance()
         return outcomes
 
     # turns ----------------------------------------------------------------------------------------------------
@@ -214,9 +213,9 @@ class SessionHistories:
         turn, request = live.turn, live.request
         if turn is None or self._device is None:
             return None
-        size, key, is_answered = self._device.hash_block_size, turn.session, False
-        if request.status not in UNANSWERED or request.num_computed_tokens >= request.num_prompt_tokens:
-            is_answered = True
+        size, key = self._device.hash_block_size, turn.session
+        is_answered = request.status not in UNANSWERED or request.num_computed_tokens >= request.num_prompt_tokens
+        if is_answered:
             # the end of its prompt tells the session again: an application may leave out parts of the answer
             chain = first_of(request.block_hashes, request.num_prompt_tokens // size)
             self.ledger.answered(turn, chain, TurnEnd(_ending(request)))

@@ -184,9 +184,9 @@ class SchedulerSide:
             receipt = {"kedge": receipt_to_dict(found, hinted.actions)}
             if request.status is RequestStatus.FINISHED_ABORTED:
                 self._aborted[request.request_id] = receipt["kedge"]
-        namespace, request_id = namespace_of(request.cache_salt), RequestId(request.request_id)
-        answer = () if request.status in UNANSWERED else answer_of(request)
-        self.plain.ended(namespace, request_id, answer, served)
+        if hinted is None or hinted.request.is_plain:
+            answer = () if request.status in UNANSWERED else answer_of(request)
+            self.plain.ended(namespace_of(request.cache_salt), RequestId(request.request_id), answer, served)
         return False, receipt
 
     # between requests -----------------------------------------------------------------------------------------
