@@ -20,3 +20,8 @@ def judge(question: Tokens, answer: Tokens, name: str = "team", vocab: int = 100
     """The judge's prompt."""
     head, between = words((name, "judge"), 50, vocab), words((name, "solver says"), 6, vocab)
     return (*head, *question, *between, *answer, *words((name, "now judge"), 7, vocab))
+
+
+def joined(answer: Tokens, vocab: int = 100_000) -> Tokens:
+    """An answer as it stands behind a space, which the tokenizer has joined with its first token."""
+    return ((answer[0] + 1) % vocab, *answer[1:])

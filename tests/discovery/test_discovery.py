@@ -15,8 +15,8 @@ from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.templates import PromptTemplate, Slot
 from kedge.structures.bounded import ENTRIES
 from kedge.structures.prefixes import chain_of
-from kedge.types import AgentId, RequestId, SampleId, Tokens, ValueKind, WorkflowId
-from tests.discovery.teams import judge, solver, words
+from kedge.types import AgentId, GenerateRequest, RequestId, SampleId, Tokens, ValueKind, WorkflowId
+from tests.discovery.teams import joined, judge, solver, words
 
 
 class Team:
@@ -79,6 +79,23 @@ def test_what_tokenizers_join_with_an_answer_is_not_taken_for_a_part_of_it() -> 
         judged = team.ask(team.judge(question, (*answer[:-1], 7)))
     assert judged and solved and judged.segments[3].tokens == answer[:-1]
     assert judged.segments[3].sample == solved.produces
+
+
+def test_an_answer_behind_a_space_is_one_from_its_second_token_on() -> None:
+    team, digests = Team(Discovery()), list[str]()
+    for number in range(6):
+        question, answer = words(("q", number), 60), words(("a", number), 25)
+        solved = team.ask(team.solver(question), answer)
+        prompt = team.judge(question, joined(answer))
+        judged = team.ask((*prompt[:-7], number, *prompt[-7:]))
+        if judged and solved and solved.produces:
+            before, read = judged.segments[3:5]
+            assert (before.tokens, read.tokens) == (joined(answer)[:1], (*answer[1:], number))
+            assert before.is_placeholder and not before.is_answer and before.name != read.name
+            assert (read.sample, read.in_context) == (solved.produces, False)
+            assert judged.run is solved.run and judged.shared == 60 + 24
+            digests.append(GenerateRequest(judged.segments).template_digest)
+    assert len({*digests}) == 1 < len(digests), "one template for all of them"
 
 
 def test_names_and_contexts_stay_when_others_join() -> None:

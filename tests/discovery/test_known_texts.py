@@ -52,12 +52,33 @@ def test_a_text_without_a_name_yet_is_not_found_and_is_later() -> None:
     assert [one.label for one in found(texts, *ANSWER)] == ["named"]
 
 
-def test_an_answer_is_known_by_its_tokens_with_or_without_the_last() -> None:
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        (ANSWER, (0, 12)),
+        (ANSWER[:-2], (0, 10)),
+        ((7, *ANSWER[1:]), (1, 12)),
+        ((7, 8, *ANSWER[1:]), (2, 13)),
+        ((7, *ANSWER[2:]), (1, 11)),
+        ((7, 8, 9, *ANSWER[2:]), (3, 13)),
+        ((7, 8, 9, 6, *ANSWER[2:]), None),
+        ((*ANSWER[:-1], 7), (0, 11)),
+        ((*ANSWER[:-2], 7), (0, 10)),
+        ((*ANSWER[:-2], 7, 8), None),
+        ((7, *ANSWER[1:-1], 8), (1, 11)),
+        (ANSWER[:-3], None),
+        (ANSWER[3:], None),
+        (tuple(range(20)), None),
+        ((), None),
+    ],
+)
+def test_an_answer_is_known_in_a_value_whose_ends_a_tokenizer_has_joined(
+    value: Tokens, part: tuple[int, int] | None
+) -> None:
     texts = KnownTexts()
     texts.put(known(*ANSWER, sample=SAMPLE))
     texts.put(known(*range(20)))
-    for tokens, sample in ((ANSWER, SAMPLE), (ANSWER[:-2], SAMPLE), (ANSWER[:-3], None), (range(20), None)):
-        assert texts.answer(token_bytes.pack(tokens)) == sample
+    assert texts.index.quoted(token_bytes.pack(value)) == (part and (*part, SAMPLE))
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(8, 40), st.booleans()), max_size=60))
@@ -68,8 +89,9 @@ def test_memory_is_bounded_and_what_was_forgotten_is_no_answer(puts: list[tuple[
         for first, size, is_answer in puts:
             texts.put(known(*range(first, first + size), sample=SAMPLE if is_answer else None))
             assert texts.nbytes == sum(one.nbytes for one in texts._texts.values()) <= 400
-            answers = [one for one in texts._texts.values() if one.sample]
-            assert len(texts._answers) <= 3 * len(answers)
+            answers = [one.tokens for one in texts._texts.values() if one.sample]
+            assert sum(map(len, texts.index._answers.values())) == len(answers)
+            assert all(texts.index.quoted(one) == (0, token_bytes.size(one), SAMPLE) for one in answers)
 
 
 def test_the_bytes_that_are_counted_are_those_that_are_taken() -> None:
@@ -92,7 +114,7 @@ def test_an_answer_that_another_repeats_is_called_by_who_had_it_first() -> None:
     assert [one.label for one in found(texts, *ANSWER)] == ["who repeats it"]
     labels[0] = "who had it first"
     assert [one.label for one in found(texts, *ANSWER)] == ["who had it first"]
-    assert texts.answer(token_bytes.pack(ANSWER)) == SAMPLE
+    assert texts.index.equal(token_bytes.pack(ANSWER)) == SAMPLE
 
 
 def sample(name: str) -> SampleId:

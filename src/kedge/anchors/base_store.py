@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
-from kedge.types import Namespace, RunKey, SampleId, TenantId, Tokens
+from kedge.types import JOINED, Namespace, RunKey, SampleId, TenantId, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _Key = _RunKey | LastingKey
 class KnownBase:
     """Base KV of a placeholder's value."""
 
-    key: tuple[int, int]
+    key: tuple[int, int, int]
     """Unique for this base KV in this process"""
     tokens: Tokens
     """Those that it is of: all of the value, or all but its last one"""
@@ -159,8 +159,8 @@ class BaseStore:
         self, run: RunKey, sample: SampleId | None, tokens: Tokens, base_context: Tokens, *, is_last: bool
     ) -> None:
         """Note that a request of a run reads a value; unless it `is_last`, others are going to."""
-        if key := self.serving(run, sample, tokens, base_context):
-            stored = self._used(key)
+        if found := self.serving(run, sample, tokens, base_context):
+            stored = self._used(found[0])
             stored.run, stored.held_until = run, 0 if is_last else self._moved + self._longest_hold
             self._moved += stored.nbytes
 
@@ -173,22 +173,23 @@ class BaseStore:
         if not before:
             return None
         stored = self._used(readers[before[-1]])
-        return _entry(stored, stored.tokens)
+        return _entry(stored, slice(0, len(stored.tokens)))
 
     def find(self, run: RunKey, sample: SampleId | None, tokens: Tokens, base_context: Tokens) -> KnownBase | None:
-        """Return base KV of a value: its producer's, if that generated these tokens (or more) in this run, else that of
-        equal content. Its producer's may lack the last token.
+        """Return base KV of a value: its producer's, if that generated these tokens in this run, with others around
+        them or not, else that of equal content. Its producer's may lack the last token.
         """
-        key = self.serving(run, sample, tokens, base_context)
-        return _entry(self._used(key), tokens) if key else None
+        found = self.serving(run, sample, tokens, base_context)
+        return _entry(self._used(found[0]), found[1]) if found else None
 
-    def serving(self, run: RunKey, sample: SampleId | None, tokens: Tokens, base_context: Tokens) -> _Key | None:
-        """Return the key of the base KV that `find` finds."""
-        least = max(1, len(tokens) - 1)
+    def serving(
+        self, run: RunKey, sample: SampleId | None, tokens: Tokens, base_context: Tokens
+    ) -> tuple[_Key, slice] | None:
+        """Return the key of the base KV that `find` finds, and which part of it is the value's."""
         for key in (_SampleKey(run, sample), ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
-            if stored and stored.parts and stored.tokens[: len(tokens)] == tokens and stored.parts[0].tokens >= least:
-                return key
+            if stored and stored.parts and (part := _part_of(stored, tokens)):
+                return key, part
         return None
 
     def prefixes(
@@ -308,6 +309,17 @@ def _tenant(key: _Key) -> TenantId:
     return (key.run if isinstance(key, _RunKey) else key).namespace.tenant
 
 
-def _entry(stored: StoredBase, tokens: Tokens) -> KnownBase:
-    kv = stored.parts[0].slice(0, len(tokens))
-    return KnownBase((stored.serial, kv.tokens), tokens[: kv.tokens], kv, stored.reader)
+def _part_of(stored: StoredBase, tokens: Tokens) -> slice | None:
+    """Return which tokens with stored KV are a value's: all of it, or all but its last one. It may lack the first ones
+    of an answer, as the tokenizer of a prompt has joined them with the text before.
+    """
+    for start in range(JOINED + 1):
+        for stop in (start + len(tokens), start + max(1, len(tokens) - 1)):
+            if stop <= stored.parts[0].tokens and stored.tokens[start:stop] == tokens[: stop - start]:
+                return slice(start, stop)
+    return None
+
+
+def _entry(stored: StoredBase, part: slice) -> KnownBase:
+    kv = stored.parts[0].slice(part.start, part.stop)
+    return KnownBase((stored.serial, part.start, kv.tokens), stored.tokens[part], kv, stored.reader)

@@ -275,7 +275,7 @@ class Discovery:
     def _found(self, request_id: RequestId, asked: _Request, filled: Sequence[Filled], now: float) -> Found:
         agent = asked.agent
         assert agent is not None
-        shared = sum(one.stop - one.start for one in filled if self._keep_value(asked.prompt, one))
+        shared = sum(self._keep_value(asked.prompt, one) for one in filled)
         if self._answers_of(agent) in self._labels:
             asked.produces = _answer_of(agent.id, request_id)
         agent.calls += 1
@@ -300,17 +300,22 @@ class Discovery:
         common = (asked.ends[-1][0] + 1) * BLOCK_TOKENS
         yield from self.texts.index.find(token_bytes.cut(asked.prompt, common, filled[0].start))
 
-    def _keep_value(self, prompt: bytes, filled: Filled) -> bool:
-        """Take note of a value that is read. Returns whether others had or read it before, and it identifies a text."""
+    def _keep_value(self, prompt: bytes, filled: Filled) -> int:
+        """Take note of a value that is read. Returns how many of its tokens others had or read before, 0 where they are
+        too few to identify a text.
+        """
         value, label = token_bytes.cut(prompt, filled.start, filled.stop), filled.slot.label
-        known = hash(value) in self._read or self.texts.answer(value) is not None
+        size, quoted = token_bytes.size(value), self.texts.index.quoted(value)
+        known = quoted.stop - quoted.start if quoted else size if hash(value) in self._read else 0
         self._read[hash(value)] = None
         if not is_answer(label):
             self.texts.put(KnownText(value, (lambda: label,)))
-        return known and filled.stop - filled.start >= bounds.LEAST_TOKENS
+        return known if known >= bounds.LEAST_TOKENS else 0
 
     def _segments(self, prompt: bytes, filled: Sequence[Filled]) -> tuple[Segment, ...]:
-        """Return a prompt in segments, in which a label that comes again has its number."""
+        """Return a prompt in segments, in which a label that comes again has its number. What stands before an answer
+        in its slot, as the tokenizer has joined it with the text around, is a value of its own.
+        """
         self._use_labels(token_bytes.cut(prompt, 0, filled[0].start), [one.slot for one in filled])
         segments, at, names, tokens = [], 0, set[str](), token_bytes.unpack(prompt)
         for number, one in enumerate(filled):
@@ -318,17 +323,24 @@ class Discovery:
                 segments.append(Segment(tokens[at : one.start], f"p{number}"))
             name = one.slot.label if one.slot.label not in names else f"{one.slot.label}#{number}"
             names.add(name)
-            value = token_bytes.cut(prompt, one.start, one.stop)
-            sample = self.texts.answer(value)
-            if sample is None:
-                sample = SampleId(ValueKind.INPUT, one.slot.label, 0, blake2b(value, digest_size=16).hexdigest())
+            start, value = one.start, token_bytes.cut(prompt, one.start, one.stop)
+            sample = _input_of(one.slot.label, value)
+            if quoted := self.texts.index.quoted(value):
+                start, sample = start + quoted.start, quoted.sample
+            if start > one.start:
+                joined = _input_of(f"{one.slot.label}.joined", token_bytes.cut(prompt, one.start, start))
+                segments.append(Segment(tokens[one.start : start], f"{name}.joined", joined))
             context, stand_in, first = self._labels[one.slot.label]
             around = token_bytes.unpack(context), token_bytes.unpack(stand_in)
-            segments.append(Segment(tokens[one.start : one.stop], name, sample, *around, first))
+            segments.append(Segment(tokens[start : one.stop], name, sample, *around, first and start == one.start))
             at = one.stop
         if at < len(tokens):
             segments.append(Segment(tokens[at:], f"p{len(filled)}"))
         return tuple(segments)
+
+
+def _input_of(label: str, value: bytes) -> SampleId:
+    return SampleId(ValueKind.INPUT, label, 0, blake2b(value, digest_size=16).hexdigest())
 
 
 def _answer_of(agent: AgentId, request_id: RequestId) -> SampleId:

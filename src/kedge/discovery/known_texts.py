@@ -4,20 +4,30 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Self
+from typing import NamedTuple, Self
 
 from kedge.discovery import token_bytes
 from kedge.discovery.bounds import LEAST_TOKENS, MAX_BYTES
 from kedge.discovery.templates import Occurrence
 from kedge.structures.bounded import BoundedDict
-from kedge.types import SampleId
+from kedge.types import JOINED, SampleId
 
-LOOSE = 2
-"""Tokens at either end of a text that a tokenizer may have joined with what is around it"""
-START = LEAST_TOKENS - 2 * LOOSE
+START = LEAST_TOKENS - 2 * JOINED
 """Tokens of an answer that are looked up, as many as the shortest has in between"""
 MAX_SEARCHED = 8192
 """Tokens of a text, the last ones, that are searched, and comparisons with answers: many may begin alike"""
+
+
+_ENDS = (JOINED, JOINED - 1, JOINED + 1, 0)
+"""Tokens before and behind the middle of an answer in a value; first as many as the answer has"""
+
+
+class Quoted(NamedTuple):
+    """The tokens [start, stop) of a value that are an answer's."""
+
+    start: int
+    stop: int
+    sample: SampleId
 
 
 class AnswerIndex:
@@ -26,7 +36,7 @@ class AnswerIndex:
     """
 
     def __init__(self) -> None:
-        self._answers: dict[bytes, dict[bytes, SampleId]] = {}
+        self._answers: dict[bytes, dict[bytes, tuple[bytes, SampleId]]] = {}
         """By what they start with, then by all of them"""
         self._firsts: Counter[int] = Counter()
         """How many starts begin with a token: most tokens of a prompt are passed over by this alone"""
@@ -36,13 +46,13 @@ class AnswerIndex:
         start, inner = _middle(answer)
         if start not in self._answers:
             self._firsts.update(token_bytes.unpack(start)[:1])
-        self._answers.setdefault(start, {})[inner] = sample
+        self._answers.setdefault(start, {})[inner] = answer, sample
 
     def drop(self, answer: bytes, sample: SampleId) -> None:
         """Forget an answer, unless a later one is equal."""
         start, inner = _middle(answer)
         known = self._answers.get(start, {})
-        if known.get(inner) != sample:
+        if known.get(inner) != (answer, sample):
             return
         del known[inner]
         if not known:
@@ -54,7 +64,22 @@ class AnswerIndex:
         text at their ends.
         """
         start, inner = _middle(answer)
-        return self._answers.get(start, {}).get(inner)
+        _, sample = self._answers.get(start, {}).get(inner, (b"", None))
+        return sample
+
+    def quoted(self, value: bytes) -> Quoted | None:
+        """Return which part of a packed value is an answer: all but what a tokenizer has joined with other text at its
+        ends, as the space in `Answer: {answer}`; of its last tokens at most one.
+        """
+        size = token_bytes.size(value)
+        for at in _ENDS:
+            known = self._answers.get(token_bytes.cut(value, at, at + START), {})
+            for less in _ENDS if known else ():
+                if found := known.get(token_bytes.cut(value, at, size - less)):
+                    answer, sample = found
+                    start, stop = _whole(value, answer, at)
+                    return Quoted(start, stop, sample) if stop >= size - 1 else None
+        return None
 
     def find(self, prompt: bytes) -> Iterator[SampleId]:
         """Yield the answers in a packed prompt, the last one first, of those that begin alike the latest."""
@@ -67,13 +92,14 @@ class AnswerIndex:
         """Yield the places at which a known answer may begin, with that answer."""
         firsts = self._firsts
         for at in [at for at, token in enumerate(token_bytes.unpack(prompt)) if token in firsts][::-1]:
-            for inner, sample in reversed(self._answers.get(token_bytes.cut(prompt, at, at + START), {}).items()):
+            known = self._answers.get(token_bytes.cut(prompt, at, at + START), {})
+            for inner, (_, sample) in reversed(known.items()):
                 yield at, inner, sample
 
 
 def _middle(answer: bytes) -> tuple[bytes, bytes]:
     """Return what is between the loose ends of an answer: its start, and all of it."""
-    inner = token_bytes.cut(answer, LOOSE, token_bytes.size(answer) - LOOSE)
+    inner = token_bytes.cut(answer, JOINED, token_bytes.size(answer) - JOINED)
     return token_bytes.cut(inner, 0, START), inner
 
 
@@ -111,8 +137,6 @@ class KnownTexts:
 
     def __init__(self) -> None:
         self._texts: BoundedDict[bytes, KnownText] = BoundedDict(on_evicted=lambda _, text: self._drop(text))
-        self._answers: dict[int, SampleId] = {}
-        """By the hashes of what an answer may be in a prompt"""
         self.index, self.nbytes = AnswerIndex(), 0
         """Answers by what is in the middle of them; bytes of all texts"""
 
@@ -126,13 +150,8 @@ class KnownTexts:
             self._texts[text.tokens] = text.after(known) if known and known.sample else text
         if text.sample:
             self.index.put(text.tokens, text.sample)
-            self._answers.update(dict.fromkeys(_beginnings(text), text.sample))
         while self.nbytes > MAX_BYTES:
             self._drop(self._texts.popitem(last=False)[1])
-
-    def answer(self, tokens: bytes) -> SampleId | None:
-        """Return the answer that these tokens are, but for the last few."""
-        return self._answers.get(hash(tokens))
 
     def find(self, prompt: bytes, start: int) -> tuple[Occurrence, ...]:
         """Return where texts with a label occur in a packed prompt from token `start` on, the longest ones first come.
@@ -148,7 +167,7 @@ class KnownTexts:
     def _occurrences(self, prompt: bytes, start: int) -> Iterator[Occurrence]:
         for text in self._texts.values():
             size = token_bytes.size(text.tokens)
-            at = token_bytes.find(prompt, token_bytes.cut(text.tokens, LOOSE, size - LOOSE), start + LOOSE)
+            at = token_bytes.find(prompt, token_bytes.cut(text.tokens, JOINED, size - JOINED), start + JOINED)
             if at >= 0 and (label := text.label):
                 yield Occurrence(*_whole(prompt, text.tokens, at), label)
 
@@ -156,22 +175,14 @@ class KnownTexts:
         self.nbytes -= text.nbytes
         if text.sample:
             self.index.drop(text.tokens, text.sample)
-        for head in _beginnings(text):
-            if self._answers.get(head) == text.sample:
-                del self._answers[head]
-
-
-def _beginnings(text: KnownText) -> Iterator[int]:
-    """Yield the hashes of what an answer may be in a prompt: all of it, or without its last tokens."""
-    size = token_bytes.size(text.tokens)
-    for less in range(LOOSE + 1) if text.sample else ():
-        yield hash(token_bytes.cut(text.tokens, 0, size - less))
 
 
 def _whole(prompt: bytes, text: bytes, at: int) -> tuple[int, int]:
     """Return how much of a text is in a prompt: its tokens but for the loose ends are at token `at`."""
-    size, start = token_bytes.size(text), at - LOOSE
-    stop, end = start + size - LOOSE, start + size
-    before = token_bytes.common_tail([token_bytes.cut(prompt, start, at), token_bytes.cut(text, 0, LOOSE)])
-    behind = token_bytes.common_head([token_bytes.cut(prompt, stop, end), token_bytes.cut(text, size - LOOSE, size)])
+    size = token_bytes.size(text)
+    stop, end = at + size - 2 * JOINED, at + size - JOINED
+    before = token_bytes.common_tail(
+        [token_bytes.cut(prompt, max(0, at - JOINED), at), token_bytes.cut(text, 0, JOINED)]
+    )
+    behind = token_bytes.common_head([token_bytes.cut(prompt, stop, end), token_bytes.cut(text, size - JOINED, size)])
     return at - before, stop + behind

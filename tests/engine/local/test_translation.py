@@ -18,7 +18,7 @@ from kedge.kv.segment import KVSegment
 from kedge.reuse.costs import EngineCosts
 from kedge.settings import AnchorSettings, DiscoveryMode, PlannerConstants, PlannerSettings, TierSettings
 from kedge.types import Completion, GenerateRequest, Namespace, ReuseMode, SampleId, SamplingParams, Segment, Tokens
-from tests.discovery.teams import judge, solver, words
+from tests.discovery.teams import joined, judge, solver, words
 from tests.engine.local.conftest import DEVICE, at_rest, engine_of, served, tiny_model
 from tests.engine.local.stepping import OPEN, Stepped
 from tests.engine.local.test_engine import greedy
@@ -286,22 +286,28 @@ def plain(tokens: Tokens, tenant: str = "default") -> GenerateRequest:
     return replace(plain_request(tokens, max_tokens=ANSWER), tenant=tenant, is_plain=True)
 
 
-def team(engine: LocalEngine, number: int, tenant: str = "default") -> tuple[Completion, Completion]:
+def team(
+    engine: LocalEngine, number: int, tenant: str = "default", *, behind_space: bool = False
+) -> tuple[Completion, Completion]:
     question = words(("q", number), 60, VOCABULARY)
     solved = engine.submit(plain(solver(question, vocab=VOCABULARY), tenant)).result()
-    return solved, engine.submit(plain(judge(question, solved.tokens, vocab=VOCABULARY), tenant)).result()
+    read = joined(solved.tokens, VOCABULARY) if behind_space else solved.tokens
+    return solved, engine.submit(plain(judge(question, read, vocab=VOCABULARY), tenant)).result()
 
 
-def test_shared_text_is_translated_once_a_team_is_known() -> None:
+@pytest.mark.parametrize("behind_space", [False, True])
+def test_shared_text_is_translated_once_a_team_is_known(behind_space: bool) -> None:
     with discovering(DiscoveryMode.TRANSLATE) as found:
         for number in range(10):
             found.wait_idle()
-            judged = team(found, number)[1]
-        assert judged.receipt.translated >= 60 + ANSWER - 1
+            judged = team(found, number, behind_space=behind_space)[1]
+        assert judged.receipt.translated >= 60 + ANSWER - 1 - behind_space
         assert judged.receipt.mode is ReuseMode.TRANSLATE
         stranger = team(found, 3, tenant="other")[1]
         assert stranger.receipt.translated == 0
-        figures: Any = found.inspect()["discovery"]
+        figures: Any = found.inspect()
+        assert figures["learning"]["base_prefills_done"] == 1, "that of the judge's template: answers bring their own"
+        figures = figures["discovery"]
         assert figures["shared_tokens"] > 0 and figures["failures"] == 0
         assert figures["translated_tokens"] >= 60 + ANSWER and figures["exact_tokens"] >= 16
 
