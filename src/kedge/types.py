@@ -26,9 +26,6 @@ GREEDY_TEMPERATURE: Final = 1e-5
 MIN_TOP_P: Final = 1e-6
 """Less than the probability of the likeliest of a million tokens."""
 
-JOINED: Final = 2
-"""Most tokens at either end of a text that a tokenizer joins with the text around it."""
-
 _counter = itertools.count()
 _SAMPLE = re.compile(r"(input|agent|condition)_(.*)@([0-9]{1,18})(?:#([0-9a-f]+))?", re.DOTALL)
 

@@ -98,6 +98,47 @@ def test_an_answer_behind_a_space_is_one_from_its_second_token_on() -> None:
     assert len({*digests}) == 1 < len(digests), "one template for all of them"
 
 
+@pytest.mark.parametrize("part", [slice(40, None), slice(30), slice(20, 44)])
+def test_what_an_agent_reads_of_an_answer_is_the_answers(part: slice) -> None:
+    """As what follows the reasoning, its beginning, or the code in it."""
+    team = Team(Discovery())
+    for number in range(8):
+        question, answer = words(("q", number), 60), words(("a", number), 64)
+        solved = team.ask(team.solver(question), answer)
+        judged = team.ask(team.judge(question, answer[part]))
+        team.ask((*words("editor", 40), *joined(answer[part])))
+    edited = team.ask((*words("editor", 40), *joined(answer[part])))
+    assert judged and solved and edited
+    assert judged.segments[3].tokens == answer[part] and edited.segments[-1].tokens == answer[part][1:]
+    assert judged.segments[3].sample == edited.segments[-1].sample == solved.produces
+    assert judged.run is solved.run and judged.shared == 60 + len(answer[part])
+
+
+def test_a_question_that_answers_repeat_is_no_part_of_them() -> None:
+    team = Team(Discovery())
+    for number in range(8):
+        question = words(("q", number), 60)
+        answer = (*words(("a", number), 9), *question, *words(("b", number), 9))
+        solved = team.ask(team.solver(question), answer)
+        asked = team.ask((*words("reader", 50), *question, *words("now read", 7)))
+        judged = team.ask(team.judge(question, answer))
+    assert solved and asked and judged and judged.segments[3].sample == solved.produces
+    assert solved.segments[1].sample == asked.segments[1].sample == judged.segments[1].sample
+
+
+def test_what_all_answers_say_is_fixed_text_where_prompts_ask_for_it() -> None:
+    team, form = Team(Discovery()), words("form", 20)
+    for number in range(8):
+        question, answer = words(("q", number), 60), (*words(("a", number), 30), *form, *words(("b", number), 9))
+        solved = team.ask(team.solver(question), answer)
+        judged = team.ask((*team.judge(question, answer), *form, number))
+        asked = team.ask((*words("reader", 50), *question, *words("use", 4), *form, number))
+    assert solved and judged and asked
+    assert judged.segments[3].tokens == answer and judged.segments[3].sample == solved.produces
+    assert [len(one.tokens) for one in judged.segments[4:]] == [7 + 20, 1]
+    assert [len(one.tokens) for one in asked.segments] == [50, 60, 4 + 20, 1]
+
+
 def test_names_and_contexts_stay_when_others_join() -> None:
     found = Discovery()
     team = Team(found)

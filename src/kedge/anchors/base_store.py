@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
-from kedge.types import JOINED, Namespace, RunKey, SampleId, TenantId, Tokens
+from kedge.types import Namespace, RunKey, SampleId, TenantId, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class BaseStore:
         """Return the key of the base KV that `find` finds, and which part of it is the value's."""
         for key in (_SampleKey(run, sample), ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
-            if stored and stored.parts and (part := _part_of(stored, tokens)):
+            if tokens and stored and stored.parts and (part := _part_of(stored, tokens)):
                 return key, part
         return None
 
@@ -310,12 +310,14 @@ def _tenant(key: _Key) -> TenantId:
 
 
 def _part_of(stored: StoredBase, tokens: Tokens) -> slice | None:
-    """Return which tokens with stored KV are a value's: all of it, or all but its last one. It may lack the first ones
-    of an answer, as the tokenizer of a prompt has joined them with the text before.
+    """Return which of the tokens with stored KV are a value's, wherever they begin: all of it, or all but its last one.
+    A prompt may have a part of an answer only, and its tokenizer may have joined the ends with other text.
     """
-    for start in range(JOINED + 1):
+    known, start = stored.tokens[: stored.parts[0].tokens], -1
+    for _ in range(known.count(tokens[0])):
+        start = known.index(tokens[0], start + 1)
         for stop in (start + len(tokens), start + max(1, len(tokens) - 1)):
-            if stop <= stored.parts[0].tokens and stored.tokens[start:stop] == tokens[: stop - start]:
+            if known[start:stop] == tokens[: stop - start]:
                 return slice(start, stop)
     return None
 

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from kedge.discovery import bounds, token_bytes
 from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BYTES, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES, SHORT
 from kedge.discovery.found_agents import BLOCK_TOKENS, LEAST_SHARE, FoundAgent, FoundAgents, grouped
-from kedge.discovery.known_texts import KnownText, KnownTexts
+from kedge.discovery.known_texts import KnownText, KnownTexts, Quoted
 from kedge.discovery.report import PlainTotals, Served
 from kedge.discovery.runs import FoundRun, FoundRuns, TextsOfRuns
 from kedge.discovery.templates import Example, Filled, Occurrence, PromptTemplate, Slot, answers_of, is_answer, learn
@@ -250,7 +250,7 @@ class Discovery:
         for one in examples:
             self._examples.drop(one)
             for filled in agent.templates[0].fill(one.prompt) or ():
-                self._keep_value(one.prompt, filled)
+                self._keep_value(one.prompt, filled, None)
         return True
 
     def _use(self, template: PromptTemplate, agent: FoundAgent) -> None:
@@ -275,7 +275,8 @@ class Discovery:
     def _found(self, request_id: RequestId, asked: _Request, filled: Sequence[Filled], now: float) -> Found:
         agent = asked.agent
         assert agent is not None
-        shared = sum(self._keep_value(asked.prompt, one) for one in filled)
+        values = [(one, self._quoted_by(one.slot.label, _value(asked.prompt, one))) for one in filled]
+        shared = sum(self._keep_value(asked.prompt, *one) for one in values)
         if self._answers_of(agent) in self._labels:
             asked.produces = _answer_of(agent.id, request_id)
         agent.calls += 1
@@ -283,7 +284,7 @@ class Discovery:
         agent.shared_tokens += shared
         if better := self._reviews.take(agent, asked.prompt):
             self._use(better, agent)
-        segments = self._segments(asked.prompt, filled)
+        segments = self._segments(asked.prompt, values)
         read_from = self._texts_of_runs.find(agent.id, segments, self._quoted(asked, filled))
         asked.run = self.runs.arrive(agent.id, now, read_from)
         self._texts_of_runs.read(agent.id, asked.run.id, segments)
@@ -300,33 +301,34 @@ class Discovery:
         common = (asked.ends[-1][0] + 1) * BLOCK_TOKENS
         yield from self.texts.index.find(token_bytes.cut(asked.prompt, common, filled[0].start))
 
-    def _keep_value(self, prompt: bytes, filled: Filled) -> int:
+    def _keep_value(self, prompt: bytes, filled: Filled, quoted: Quoted | None) -> int:
         """Take note of a value that is read. Returns how many of its tokens others had or read before, 0 where they are
         too few to identify a text.
         """
-        value, label = token_bytes.cut(prompt, filled.start, filled.stop), filled.slot.label
-        size, quoted = token_bytes.size(value), self.texts.index.quoted(value)
-        known = quoted.stop - quoted.start if quoted else size if hash(value) in self._read else 0
+        value, label = _value(prompt, filled), filled.slot.label
+        size = quoted.stop - quoted.start if quoted else token_bytes.size(value)
+        is_known = quoted is not None or hash(value) in self._read
         self._read[hash(value)] = None
-        if not is_answer(label):
-            self.texts.put(KnownText(value, (lambda: label,)))
-        return known if known >= bounds.LEAST_TOKENS else 0
+        self.texts.put(KnownText(value, (lambda: label,)))
+        return size if is_known and size >= bounds.LEAST_TOKENS else 0
 
-    def _segments(self, prompt: bytes, filled: Sequence[Filled]) -> tuple[Segment, ...]:
+    def _quoted_by(self, label: str, value: bytes) -> Quoted | None:
+        """Return which tokens of a value are an answer's; parts are looked for in slots of answers only."""
+        return self.texts.quoted(value) if is_answer(label) else self.texts.index.quoted(value)
+
+    def _segments(self, prompt: bytes, values: Sequence[tuple[Filled, Quoted | None]]) -> tuple[Segment, ...]:
         """Return a prompt in segments, in which a label that comes again has its number. What stands before an answer
         in its slot, as the tokenizer has joined it with the text around, is a value of its own.
         """
-        self._use_labels(token_bytes.cut(prompt, 0, filled[0].start), [one.slot for one in filled])
+        self._use_labels(token_bytes.cut(prompt, 0, values[0][0].start), [one.slot for one, _ in values])
         segments, at, names, tokens = [], 0, set[str](), token_bytes.unpack(prompt)
-        for number, one in enumerate(filled):
+        for number, (one, quoted) in enumerate(values):
             if one.start > at:
                 segments.append(Segment(tokens[at : one.start], f"p{number}"))
             name = one.slot.label if one.slot.label not in names else f"{one.slot.label}#{number}"
             names.add(name)
-            start, value = one.start, token_bytes.cut(prompt, one.start, one.stop)
-            sample = _input_of(one.slot.label, value)
-            if quoted := self.texts.index.quoted(value):
-                start, sample = start + quoted.start, quoted.sample
+            start = one.start + (quoted.start if quoted else 0)
+            sample = quoted.sample if quoted else _input_of(one.slot.label, _value(prompt, one))
             if start > one.start:
                 joined = _input_of(f"{one.slot.label}.joined", token_bytes.cut(prompt, one.start, start))
                 segments.append(Segment(tokens[one.start : start], f"{name}.joined", joined))
@@ -335,8 +337,12 @@ class Discovery:
             segments.append(Segment(tokens[start : one.stop], name, sample, *around, first and start == one.start))
             at = one.stop
         if at < len(tokens):
-            segments.append(Segment(tokens[at:], f"p{len(filled)}"))
+            segments.append(Segment(tokens[at:], f"p{len(values)}"))
         return tuple(segments)
+
+
+def _value(prompt: bytes, filled: Filled) -> bytes:
+    return token_bytes.cut(prompt, filled.start, filled.stop)
 
 
 def _input_of(label: str, value: bytes) -> SampleId:

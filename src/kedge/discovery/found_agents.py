@@ -12,7 +12,7 @@ from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, WorkflowId
 
 BLOCK_TOKENS = 16
-"""Tokens of a block, and the least that an agent is known by"""
+"""Tokens of a block, and the least that an agent, or a part of an answer, is known by"""
 LEAST_SHARE = 1 / 16
 """Share of an agent's fixed prompt by which prompts that begin alike for longer may be another agent's"""
 

@@ -1,24 +1,27 @@
 """Texts that may be read again, such as answers and what fills slots, found by content or inside longer texts."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple, Self
 
 from kedge.discovery import token_bytes
-from kedge.discovery.bounds import LEAST_TOKENS, MAX_BYTES
+from kedge.discovery.bounds import LEAST_TOKENS, MAX_BYTES, MAX_LOOKED_AT
+from kedge.discovery.found_agents import BLOCK_TOKENS
 from kedge.discovery.templates import Occurrence
 from kedge.structures.bounded import BoundedDict
-from kedge.types import JOINED, SampleId
+from kedge.types import SampleId
 
-START = LEAST_TOKENS - 2 * JOINED
+LOOSE = 2
+"""Tokens at either end of a text that a tokenizer may have joined with what is around it"""
+START = LEAST_TOKENS - 2 * LOOSE
 """Tokens of an answer that are looked up, as many as the shortest has in between"""
 MAX_SEARCHED = 8192
 """Tokens of a text, the last ones, that are searched, and comparisons with answers: many may begin alike"""
 
 
-_ENDS = (JOINED, JOINED - 1, JOINED + 1, 0)
+_ENDS = (LOOSE, LOOSE - 1, LOOSE + 1, 0)
 """Tokens before and behind the middle of an answer in a value; first as many as the answer has"""
 
 
@@ -68,8 +71,8 @@ class AnswerIndex:
         return sample
 
     def quoted(self, value: bytes) -> Quoted | None:
-        """Return which part of a packed value is an answer: all but what a tokenizer has joined with other text at its
-        ends, as the space in `Answer: {answer}`; of its last tokens at most one.
+        """Return which tokens of a packed value are a whole answer: all but those that a tokenizer has joined with
+        other text at its ends, as the space in `Answer: {answer}`; of its last ones at most one.
         """
         size = token_bytes.size(value)
         for at in _ENDS:
@@ -77,7 +80,7 @@ class AnswerIndex:
             for less in _ENDS if known else ():
                 if found := known.get(token_bytes.cut(value, at, size - less)):
                     answer, sample = found
-                    start, stop = _whole(value, answer, at)
+                    start, stop = _around(value, at, answer, LOOSE)
                     return Quoted(start, stop, sample) if stop >= size - 1 else None
         return None
 
@@ -99,7 +102,7 @@ class AnswerIndex:
 
 def _middle(answer: bytes) -> tuple[bytes, bytes]:
     """Return what is between the loose ends of an answer: its start, and all of it."""
-    inner = token_bytes.cut(answer, JOINED, token_bytes.size(answer) - JOINED)
+    inner = token_bytes.cut(answer, LOOSE, token_bytes.size(answer) - LOOSE)
     return token_bytes.cut(inner, 0, START), inner
 
 
@@ -153,23 +156,61 @@ class KnownTexts:
         while self.nbytes > MAX_BYTES:
             self._drop(self._texts.popitem(last=False)[1])
 
-    def find(self, prompt: bytes, start: int) -> tuple[Occurrence, ...]:
-        """Return where texts with a label occur in a packed prompt from token `start` on, the longest ones first come.
+    def quoted(self, value: bytes) -> Quoted | None:
+        """Return which tokens of a packed value that fills an answer's slot are one of the last answers, or a part of
+        it: what follows its reasoning, its code, its beginning.
+        """
+        if whole := self.index.quoted(value):
+            return whole
+        size = token_bytes.size(value)
+        inner = token_bytes.cut(value, LOOSE + 1, size - LOOSE)
+        for text in self._last_answers() if size >= BLOCK_TOKENS else ():
+            if (at := token_bytes.find(text.tokens, inner)) >= 0 and text.sample:
+                start, stop = _around(value, LOOSE + 1, text.tokens, at)
+                return Quoted(start, stop, text.sample) if stop >= size - 1 else None
+        return None
 
-        They do not overlap, and are ordered by position. O(prompt x texts), at the speed of memory.
+    def find(self, prompt: bytes, start: int) -> tuple[Occurrence, ...]:
+        """Return where texts with a label occur in a packed prompt from token `start` on: whole ones, of these the
+        longest first, then parts of answers.
+
+        They do not overlap, and are ordered by position. Of texts with one label parts count only where none is there
+        as a whole, and the longest of them: agents say some things in all their answers. O(prompt + texts).
         """
         found: list[Occurrence] = []
-        for one in sorted(self._occurrences(prompt, start), key=lambda one: one.start - one.stop):
-            if all(one.stop <= other.start or other.stop <= one.start for other in found):
+        for one in sorted(self._wholes(prompt, start), key=_by_size):
+            if _is_apart(one, found):
+                found.append(one)
+        for one in sorted(self._parts(prompt, start), key=_by_size):
+            if _is_apart(one, found) and all(one.label != other.label for other in found):
                 found.append(one)
         return tuple(sorted(found))
 
-    def _occurrences(self, prompt: bytes, start: int) -> Iterator[Occurrence]:
+    def _wholes(self, prompt: bytes, start: int) -> Iterator[Occurrence]:
+        """Yield where texts, but for their ends, are in a prompt first."""
+        places = defaultdict[bytes, list[int]](list)
+        for at in range(start + LOOSE, token_bytes.size(prompt)):
+            places[token_bytes.cut(prompt, at, at + START)].append(at)
         for text in self._texts.values():
-            size = token_bytes.size(text.tokens)
-            at = token_bytes.find(prompt, token_bytes.cut(text.tokens, JOINED, size - JOINED), start + JOINED)
-            if at >= 0 and (label := text.label):
-                yield Occurrence(*_whole(prompt, text.tokens, at), label)
+            first, inner = _middle(text.tokens)
+            ats = (at for at in places.get(first, ()) if prompt.startswith(inner, at * token_bytes.WIDTH))
+            if (place := next(ats, -1)) >= 0 and (label := text.label):
+                yield Occurrence(*_around(prompt, place, text.tokens, LOOSE), label)
+
+    def _parts(self, prompt: bytes, start: int) -> Iterator[Occurrence]:
+        """Yield the longest part of each of the last answers that is in a prompt."""
+        stop = token_bytes.size(prompt) - LEAST_TOKENS + 1
+        places = {token_bytes.cut(prompt, at, at + LEAST_TOKENS): at for at in range(start, stop)}
+        for text in self._last_answers():
+            ats = range(0, token_bytes.size(text.tokens) - LEAST_TOKENS + 1, LEAST_TOKENS)
+            pairs = ((places.get(token_bytes.cut(text.tokens, at, at + LEAST_TOKENS)), at) for at in ats)
+            parts = [_around(prompt, place, text.tokens, at) for place, at in pairs if place is not None]
+            first, last = max(parts, key=lambda part: part[1] - part[0], default=(0, 0))
+            if last - first >= BLOCK_TOKENS and (label := text.label):
+                yield Occurrence(max(first, start), last, label, is_part=True)
+
+    def _last_answers(self) -> Iterator[KnownText]:
+        return islice((one for one in reversed(self._texts.values()) if one.sample), MAX_LOOKED_AT)
 
     def _drop(self, text: KnownText) -> None:
         self.nbytes -= text.nbytes
@@ -177,12 +218,16 @@ class KnownTexts:
             self.index.drop(text.tokens, text.sample)
 
 
-def _whole(prompt: bytes, text: bytes, at: int) -> tuple[int, int]:
-    """Return how much of a text is in a prompt: its tokens but for the loose ends are at token `at`."""
-    size = token_bytes.size(text)
-    stop, end = at + size - 2 * JOINED, at + size - JOINED
-    before = token_bytes.common_tail(
-        [token_bytes.cut(prompt, max(0, at - JOINED), at), token_bytes.cut(text, 0, JOINED)]
-    )
-    behind = token_bytes.common_head([token_bytes.cut(prompt, stop, end), token_bytes.cut(text, size - JOINED, size)])
-    return at - before, stop + behind
+def _by_size(one: Occurrence) -> int:
+    return one.start - one.stop
+
+
+def _is_apart(one: Occurrence, found: Iterable[Occurrence]) -> bool:
+    return all(one.stop <= other.start or other.stop <= one.start for other in found)
+
+
+def _around(text: bytes, at: int, other: bytes, place: int) -> tuple[int, int]:
+    """Return which tokens around number `at` of a text are also around number `place` of another."""
+    before = token_bytes.common_tail([token_bytes.cut(text, 0, at), token_bytes.cut(other, 0, place)])
+    behind = token_bytes.common_head([text[at * token_bytes.WIDTH :], other[place * token_bytes.WIDTH :]])
+    return at - before, at + behind

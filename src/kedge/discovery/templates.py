@@ -42,6 +42,8 @@ class Occurrence(NamedTuple):
     stop: int
     label: str
     """What the text is, the same in all prompts of an agent"""
+    is_part: bool = False
+    """Whether it is a part of that text"""
 
 
 class Example(NamedTuple):
@@ -102,6 +104,7 @@ def learn(examples: Sequence[Example]) -> PromptTemplate | None:
     in_all = [one for one in sequences[0] if all(each.count(one) == 1 for each in sequences)]
     orders = [[one for one in each if one in in_all] for each in sequences]
     labels = [label for at, label in enumerate(in_all) if all(order[at] == label for order in orders)]
+    labels = [label for label in labels if not _is_fixed(label, examples)]
     rows = [_split(example, labels) for example in examples]
     parts, room = list[_Part](), iter(range(MAX_LOOKED_AT))
     for column in zip(*rows, strict=True):
@@ -113,6 +116,13 @@ def learn(examples: Sequence[Example]) -> PromptTemplate | None:
     after = (*(one for one in rest if isinstance(one, bytes)), b"")
     slots = [one for one in rest if isinstance(one, Slot)]
     return PromptTemplate(head, tuple(replace(slot, after=after[at]) for at, slot in enumerate(slots)))
+
+
+def _is_fixed(label: str, examples: Iterable[Example]) -> bool:
+    """Return whether all prompts have the same part of answers: then answers repeat what prompts say."""
+    known = ((one, each.prompt) for each in examples for one in each.known if one.label == label)
+    texts = {(one.is_part, token_bytes.cut(prompt, one.start, one.stop)) for one, prompt in known}
+    return len(texts) == 1 and texts.pop()[0]
 
 
 _Part = bytes | Slot

@@ -1,6 +1,7 @@
 """Translation inside the engine: what is written, what is recorded, and what is never shared."""
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -287,21 +288,32 @@ def plain(tokens: Tokens, tenant: str = "default") -> GenerateRequest:
 
 
 def team(
-    engine: LocalEngine, number: int, tenant: str = "default", *, behind_space: bool = False
+    engine: LocalEngine, number: int, tenant: str = "default", read: Callable[[Tokens], Tokens] = tuple
 ) -> tuple[Completion, Completion]:
+    """Let a team answer a question; what the judge has of the solver's answer is what `read` makes of it."""
     question = words(("q", number), 60, VOCABULARY)
     solved = engine.submit(plain(solver(question, vocab=VOCABULARY), tenant)).result()
-    read = joined(solved.tokens, VOCABULARY) if behind_space else solved.tokens
-    return solved, engine.submit(plain(judge(question, read, vocab=VOCABULARY), tenant)).result()
+    answer = read(solved.tokens)
+    return solved, engine.submit(plain(judge(question, answer, vocab=VOCABULARY), tenant)).result()
 
 
-@pytest.mark.parametrize("behind_space", [False, True])
-def test_shared_text_is_translated_once_a_team_is_known(behind_space: bool) -> None:
+def behind_space(answer: Tokens) -> Tokens:
+    return joined(answer, VOCABULARY)
+
+
+def behind_reasoning(answer: Tokens) -> Tokens:
+    return answer[6:]
+
+
+@pytest.mark.parametrize(
+    ("read", "size"), [(tuple, ANSWER), (behind_space, ANSWER - 1), (behind_reasoning, ANSWER - 6)]
+)
+def test_shared_text_is_translated_once_a_team_is_known(read: Callable[[Tokens], Tokens], size: int) -> None:
     with discovering(DiscoveryMode.TRANSLATE) as found:
         for number in range(10):
             found.wait_idle()
-            judged = team(found, number, behind_space=behind_space)[1]
-        assert judged.receipt.translated >= 60 + ANSWER - 1 - behind_space
+            judged = team(found, number, read=read)[1]
+        assert judged.receipt.translated >= 60 + size - 1
         assert judged.receipt.mode is ReuseMode.TRANSLATE
         stranger = team(found, 3, tenant="other")[1]
         assert stranger.receipt.translated == 0
@@ -309,7 +321,7 @@ def test_shared_text_is_translated_once_a_team_is_known(behind_space: bool) -> N
         assert figures["learning"]["base_prefills_done"] == 1, "that of the judge's template: answers bring their own"
         figures = figures["discovery"]
         assert figures["shared_tokens"] > 0 and figures["failures"] == 0
-        assert figures["translated_tokens"] >= 60 + ANSWER and figures["exact_tokens"] >= 16
+        assert figures["translated_tokens"] >= 60 + size and figures["exact_tokens"] >= 16
 
 
 @pytest.mark.parametrize("clients", [32])
