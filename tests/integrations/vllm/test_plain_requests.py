@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.testing import assert_close
 
 from kedge.integrations.vllm.plugin.settings import SCHEDULER
+from kedge.kv.segment import KVSegment
 from tests.discovery.teams import judge, solver, words
 from tests.integrations.vllm.conftest import VOCABULARY, Driver, driver, receipt
 
@@ -51,21 +54,44 @@ def test_by_default_answers_are_stock_vllms(tiny_llama: Path, stock: list[list[i
         assert totals.exact_tokens >= 8 * 16 and totals.translated_tokens == 0
 
 
-def test_an_answer_of_a_found_team_is_kept(translating: Driver) -> None:
+@pytest.fixture
+def kept(translating: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], KVSegment]]:
+    """The answers that are kept in a test, and their KV."""
+    bases, kept = translating.worker._learner.bases, list[tuple[tuple[int, ...], KVSegment]]()
+    put = bases.put_sample
+
+    def noted(run: Any, sample: Any, tokens: tuple[int, ...], kv: KVSegment) -> None:
+        kept.append((tokens, kv))
+        put(run, sample, tokens, kv)
+
+    monkeypatch.setattr(bases, "put_sample", noted)
+    return kept
+
+
+def test_an_answer_of_a_found_team_is_kept(translating: Driver, kept: list[Any]) -> None:
     """Its reader's prompt then needs no prefill of the answer, nor of the other text that they share."""
-    runtime, kept = translating.worker._learner._runtime, list[tuple[int, ...]]()
-    put = runtime._bases.put_sample
-
-    def noted(run: Any, sample: Any, tokens: tuple[int, ...], kv: Any, **more: Any) -> None:
-        kept.append(tokens)
-        put(run, sample, tokens, kv, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime._bases, "put_sample", noted)
-        solved, judged = team(translating, 35)
-    assert kept == [(*solved.outputs[0].token_ids,)]
+    solved, judged = team(translating, 35)
+    assert [tokens for tokens, _ in kept] == [(*solved.outputs[0].token_ids,)]
     assert receipt(judged)["tokens"]["translated"] >= 60 + ANSWER
     assert translating.side.plain.totals.failures == 0
+
+
+def cannot_tell(_: list[int]) -> list[int]:
+    raise NotImplementedError
+
+
+def test_of_an_answer_with_reasoning_what_follows_is_kept(
+    translating: Driver, kept: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = solver(words(("q", 36), 60, VOCABULARY), vocab=VOCABULARY)
+    for contents in (None, lambda ids: ids[6:], lambda _: [], lambda _: [VOCABULARY], cannot_tell):
+        parser = contents and SimpleNamespace(extract_content_ids=contents)
+        monkeypatch.setattr(translating.side.translations, "reasoner", parser)
+        ask(translating, prompt)
+    (answer, kv), (said, late), *others = kept
+    assert said == answer[6:]
+    assert_close((late.keys, late.values), (kv.keys[:, 6:], kv.values[:, 6:]))
+    assert [tokens for tokens, _ in others] == [answer] * 3, "where the parser cannot tell, all of it is"
 
 
 def test_another_tenant_has_nothing_of_it(translating: Driver) -> None:

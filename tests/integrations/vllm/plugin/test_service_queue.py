@@ -91,8 +91,8 @@ class Sorted(StepScheduler, Vllms):
             sessions=SimpleNamespace(ledger=SimpleNamespace(tracker=SimpleNamespace(returning=1.0))),
         )  # fmt: skip
         pool = SimpleNamespace(num_gpu_blocks=capacity, get_num_free_blocks=lambda: self.free)
-        manager = SimpleNamespace(block_pool=pool)
-        super().__init__(connector=connector, kv_cache_manager=manager, block_size=1)
+        manager = SimpleNamespace(block_pool=pool, reasoner_cls=None)
+        super().__init__(connector=connector, kv_cache_manager=manager, structured_output_manager=manager, block_size=1)
 
     def __getitem__(self, name: str) -> Any:
         return SimpleNamespace(session=None, holes=self.holes, awaits=name == "w")

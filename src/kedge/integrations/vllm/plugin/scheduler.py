@@ -65,6 +65,8 @@ class StepScheduler(Scheduler):
         self._plugin: SchedulerSide = self.connector
         self.connector.open_lanes(self._hold_back)
         self._lanes = self._plugin.translations.lanes
+        if reasoner := self.structured_output_manager.reasoner_cls:
+            self._plugin.translations.reasoner = reasoner(self.structured_output_manager.tokenizer)
         self._lane_ids = map(f"lane-{secrets.token_hex(16)}-{{}}".format, itertools.count())
         """Ids that no client can choose; a request that is preempted gets lanes with new ones"""
         self._times, self._stepped_at, self._step_size = StepTimes(), 0.0, (0, 0)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm.reasoning import ReasoningParser
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -51,6 +52,8 @@ class Translations:
         """Of the step that is being scheduled"""
         self.held = HeldBlocks(ranks)
         """For captures"""
+        self.reasoner: ReasoningParser | None = None
+        """Tells an answer from its reasoning, where vLLM was started with such a parser"""
         self.lanes = LaneGrants(self.requests, BasePrefills(self.held, self._order))
         self._is_learning = False
         self._prefilled: dict[RequestId, LiveRequest] = {}
@@ -173,9 +176,22 @@ class Translations:
         may_learn = live.asked.reuse is ReuseMode.TRANSLATE and live.refusal is None
         if live.asked.produces is not None and may_learn and block_ids:
             answer = answer_of(live.request)
-            known = min(live.request.num_computed_tokens - live.request.num_prompt_tokens, len(answer))
+            said = self._said(answer)
+            skipped = len(answer) - len(said)
+            known = min(live.request.num_computed_tokens - live.request.num_prompt_tokens - skipped, len(said))
             if known > 0:
-                self._order(Capture(live.asked, tuple(block_ids), self.held.hold(block_ids), answer, known))
+                held = self.held.hold(block_ids)
+                self._order(Capture(live.asked, tuple(block_ids), held, said, known, skipped))
+
+    def _said(self, answer: Tokens) -> Tokens:
+        """Return what an answer says once its reasoning is over, which others do not read; all of it where vLLM's
+        parser cannot tell.
+        """
+        try:
+            said = tuple(self.reasoner.extract_content_ids(list(answer))) if self.reasoner else ()
+        except NotImplementedError:  # as that of gpt-oss
+            said = ()
+        return said if said and answer[-len(said) :] == said else answer
 
     def forget(self) -> None:
         """Let the workers forget all that they have learned. No request that is there now uses it or adds to it."""
