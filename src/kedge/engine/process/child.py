@@ -96,7 +96,7 @@ class EngineServer:
     def __init__(self, engine: Engine, connection: Connection) -> None:
         self._engine, self._connection = engine, connection
         self._outbox = Outbox(connection)
-        self._compiling = RoundRobinExecutor(threads=2, most=32)
+        self._compiling = RoundRobinExecutor(threads=2, most=64)
 
     def serve(self) -> int:
         """Return the process's exit code."""
