@@ -157,6 +157,7 @@ def tools(kinds: Sequence[str | None]) -> list[dict[str, Any]]:
         ).chat(),
         lambda n: MessagesBody(**HI, tools=tools(["x", None] * n)).chat(),
         lambda n: [*map(Hermes().read, ['<tool_call>"', *["</tool_call>"] * n])],
+        lambda n: Hermes().read('<tool_call>"</tool_call>"' * n, last=True),
     ],
 )
 def test_what_reading_costs_grows_with_what_is_read(read: Callable[[int], object]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from kedge import LocalEngine
+from kedge.engine.local import requests, sampler
 from kedge.settings import EngineSettings, ServerSettings
 from tests.server.conftest import MODEL, TEMPLATE, Served, serving
 
@@ -43,10 +44,11 @@ class Order(Closed):
 
 PARAMETERS = Order.model_json_schema()
 TOOLS: Any = [
-    {"type": "function", "function": {"name": "order", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "order", "parameters": PARAMETERS, "strict": True}},
     {"type": "function", "function": {"name": 'say "no"\\\n', "parameters": {"type": "object", "maxProperties": 0}}},
 ]
-NAMES = {one["function"]["name"] for one in TOOLS}
+WRONG = 'So:\n<tool_call>\n{"name": "order", "arguments": {"first": "me"}}\n</tool_call>'
+ODD = {"name": "f", "strict": True, "parameters": {"properties": {"x": {"type": "string", "pattern": "(?=x)"}}}}
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,17 @@ def served() -> Iterator[Served]:
         engine.tokenizer.inner.chat_template = TEMPLATE
         with serving(engine, ServerSettings(tool_call_parser="hermes")) as running:
             yield running
+
+
+def wanting(served: Served, patch: pytest.MonkeyPatch, text: str) -> None:
+    """Make a text the likeliest answer to the next question: only a grammar can forbid it."""
+    left, end = iter(served.engine.tokenizer.encode(text, special=False)), served.engine.tokenizer.eos_token_id
+
+    def draw(logits: Any, samplers: Any) -> Any:
+        logits[:, next(left, end)] = 1e6
+        return sampler.draw_tokens(logits, samplers)
+
+    patch.setattr(requests, "draw_tokens", draw)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -68,44 +81,56 @@ def test_a_schema_is_followed_however_tokens_are_drawn(client: openai.OpenAI, se
     assert "\n" not in (answer.choices[0].message.content or "")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_call_is_forced(client: openai.OpenAI, seed: int, stream: bool) -> None:
+@pytest.mark.parametrize("seed", range(8))
+def test_a_call_is_forced(client: openai.OpenAI, seed: int) -> None:
     asked: Any = {"model": MODEL, "messages": ASK, "temperature": 1.5, "max_tokens": 300, "seed": seed}
     asked |= {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
-    if stream:
-        chunks = client.chat.completions.create(**asked, stream=True)
-        (call,) = [call.function for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    else:
-        answer = client.chat.completions.create(**asked).choices[0]
-        assert answer.finish_reason == "tool_calls" and not answer.message.content
-        call = answer.message.tool_calls[0].function
-    assert call.name in NAMES
+    with client.chat.completions.stream(**asked) as events:
+        answer = events.get_final_completion().choices[0]
+    assert answer.finish_reason == "tool_calls" and not answer.message.content
+    [call] = [one.function for one in answer.message.tool_calls]
     if call.name == "order":
         Order.model_validate_json(call.arguments)
     else:
-        assert json.loads(call.arguments) == {}
+        assert (call.name, json.loads(call.arguments)) == (TOOLS[1]["function"]["name"], {})
 
 
-def test_responses_follow_a_schema_and_call_tools(client: openai.OpenAI) -> None:
-    parsed = client.responses.parse(model=MODEL, input="Which one?", text_format=Order).output_parsed
-    assert parsed is not None
+def test_strict_calls_conform_and_texts_beside_them_stay(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, loose = served.client().chat.completions.create, {**TOOLS[0]["function"], "strict": False}
+    both: Any = [{"type": "function", "function": loose}], TOOLS[:1]
+    for at in range(6):
+        asked: Any = {"model": MODEL, "messages": ASK, "temperature": at / 4, "seed": at, "max_tokens": 200}
+        free, bound = (ask(**asked, tools=tools).choices for tools in both)
+        assert bound == free and free[0].message.content
+    for tools in both:
+        wanting(served, monkeypatch, WRONG)
+        message = ask(**asked, tools=tools).choices[0].message
+        arguments = message.tool_calls[0].function.arguments
+        assert message.content == "So:" and (arguments == '{"first": "me"}') == (tools is both[0])
+    Order.model_validate_json(arguments)
+
+
+def test_responses_follow_a_schema_and_call_tools(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = served.client()
+    assert client.responses.parse(model=MODEL, input="Which one?", text_format=Order).output_parsed
     tool: Any = {"type": "function", "name": "order", "parameters": PARAMETERS, "strict": True}
-    for choice in ("required", {"type": "function", "name": "order"}):
+    for choice in ("auto", "required", {"type": "function", "name": "order"}):
+        wanting(served, monkeypatch, WRONG)
         asked: Any = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
-        (item,) = client.responses.create(model=MODEL, input="Which one?", **asked).output
-        assert item.type == "function_call"
+        *said, item = client.responses.create(model=MODEL, input="Which one?", **asked).output
+        assert item.type == "function_call" and len(said) == (choice == "auto")
         Order.model_validate_json(item.arguments)
 
 
-def test_messages_follow_a_schema_and_call_tools(served: Served) -> None:
+def test_messages_follow_a_schema_and_call_tools(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     client = served.claude()
-    tool: Any = {"name": "order", "input_schema": PARAMETERS}
-    for kind in ({"type": "any"}, {"type": "tool", "name": "order"}):
+    tool: Any = {"name": "order", "input_schema": PARAMETERS, "strict": True}
+    for kind in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "order"}):
+        wanting(served, monkeypatch, WRONG)
         choice: Any = {**kind, "disable_parallel_tool_use": True}
         answer = client.messages.create(model=MODEL, max_tokens=300, messages=ASK, tools=[tool], tool_choice=choice)
         assert answer.stop_reason == "tool_use"
-        Order.model_validate(answer.content[0].input)
+        Order.model_validate(answer.content[-1].input)
     wanted: Any = {"format": {"type": "json_schema", "schema": PARAMETERS}}
     text = client.messages.create(model=MODEL, max_tokens=300, messages=ASK, output_config=wanted).content[0].text
     Order.model_validate_json(text)
@@ -139,6 +164,7 @@ def form(schema: Any) -> dict[str, Any]:
         ({"response_format": form({"$ref": "http://127.0.0.1/x"})}, "not present"),
         ({"response_format": form({"type": "string", "pattern": "(?=x)"})}, "look-around"),
         ({"response_format": form({"const": "x" * 300_000})}, "at most"),
+        ({"tools": [{"type": "function", "function": ODD}]}, "look-around"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
     ],
 )
@@ -146,7 +172,7 @@ def test_what_cannot_be_followed_is_named(http: httpx.Client, fields: dict[str, 
     answer = http.post("/v1/chat/completions", json={"messages": ASK, "max_tokens": 5, **fields})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
-    assert error["param"].endswith("response_format") and why in error["message"], error
+    assert error["param"].endswith(next(iter(fields))) and why in error["message"], error
 
 
 def test_the_server_goes_on_after_hostile_schemas(client: openai.OpenAI) -> None:

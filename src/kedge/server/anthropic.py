@@ -38,6 +38,7 @@ class OfferedTool(Body):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class MessagesBody(CallBody):
@@ -68,7 +69,8 @@ class MessagesBody(CallBody):
             messages += [{**message, PLACE: f"messages.{at}"} for message in _chat_messages(one)]
         choice, wanted = self.tool_choice or {}, (self.output_config or {}).get("format")
         own = [one for one in tools if one.type in (None, "custom")]
-        functions = [{"name": one.name, "description": one.description, "parameters": one.input_schema} for one in own]
+        shown = {"name", "description", "strict"}
+        functions = [{**one.model_dump(include=shown), "parameters": one.input_schema} for one in own]
         fields = {
             **others,
             "model": self.model,

@@ -160,7 +160,7 @@ CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "requir
 def _function(tool: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a function or a custom tool as the function that a chat offers."""
     given = {"parameters": CUSTOM} if tool["type"] == "custom" else {}
-    fields = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
+    fields = {key: tool[key] for key in ("description", "parameters", "strict") if tool.get(key) is not None}
     return {**fields, **given, "name": name}
 
 

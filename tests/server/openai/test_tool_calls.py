@@ -108,7 +108,7 @@ def read(parser: AnswerReader, *pieces: str) -> tuple[str, list[tuple[str, Any]]
 A, B = '{"name": "a", "arguments": {"x": [1, "</"]}}', '{"name": "b"}'
 C, D = '{"name": "c", "parameters": {"x": {"y": 1}}}', '{"name": "d"}'
 MARKED = r'{"name": "m", "arguments": {"x": "a</tool_call>\"b"}}'
-
+IS_MARKED = ("m", {"x": 'a</tool_call>"b'})
 
 HERMES: list[tuple[str, str, list[Any]]] = [
     (f"<tool_call>{A}</tool_call>", "", [("a", {"x": [1, "</"]})]),
@@ -118,12 +118,8 @@ HERMES: list[tuple[str, str, list[Any]]] = [
     ("<tool_call>no</tool_call> so", "<tool_call>no</tool_call> so", []),
     ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
     ('<tool_call>{"name": "x", "arguments": "y"}', '<tool_call>{"name": "x", "arguments": "y"}', []),
-    (f"<tool_call>{MARKED}</tool_call>", "", [("m", {"x": 'a</tool_call>"b'})]),
-    (
-        f"<tool_call>{MARKED}</tool_call> <tool_call>{B}</tool_call>",
-        "",
-        [("m", {"x": 'a</tool_call>"b'}), ("b", {})],
-    ),
+    (f"<tool_call>{MARKED}</tool_call>", "", [IS_MARKED]),
+    (f"<tool_call>{MARKED}</tool_call> <tool_call>{B}</tool_call>", "", [IS_MARKED, ("b", {})]),
     (f'<tool_call>don"t</tool_call> <tool_call>{B}</tool_call>', '<tool_call>don"t</tool_call>', [("b", {})]),
     (f"<tool_call>{'[' * 3000}</tool_call>", f"<tool_call>{'[' * 3000}</tool_call>", []),
 ]
@@ -158,12 +154,9 @@ PIECES = st.lists(
 def test_it_does_not_matter_where_the_pieces_are_cut(name: str, text: str, cuts: list[int]) -> None:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
-    assert read(PARSERS[name](), *pieces) == read(PARSERS[name](), text)
     whole = PARSERS[name]().read(text, last=True)
-    assert (whole.content, [call.name for call in whole.calls]) == (
-        read(PARSERS[name](), text)[0],
-        [call for call, _ in read(PARSERS[name](), text)[1]],
-    )
+    calls = [(call.name, json.loads(call.arguments)) for call in whole.calls]
+    assert read(PARSERS[name](), *pieces) == read(PARSERS[name](), text) == (whole.content, calls)
 
 
 @given(text=st.text("ab <>{}/\n", max_size=30))
@@ -182,25 +175,8 @@ def test_what_was_cut_off_within_a_call_is_no_text(name: str, size: int) -> None
 
 
 def test_text_is_not_held_back_longer_than_it_must_be() -> None:
-    parser = Hermes()
-    said = [parser.read(piece).content for piece in ("so ", "it", " is<", "b", " <tool_ca")]
+    said = [one.content for one in map(Hermes().read, ("so ", "it", " is<", "b", " <tool_ca"))]
     assert said == ["so", " it", " is", "<b", ""]
-
-
-class Counting(Hermes):
-    """Counts the characters that it looks at for calls."""
-
-    looked = 0
-
-    def _first(self, begin: int, *, last: bool) -> Any:
-        found = super()._first(begin, last=last)
-        self.looked += self._at - begin
-        return found
-
-
-def test_marks_in_each_others_strings_are_looked_at_in_one_pass() -> None:
-    text, parser = 2000 * '<tool_call>"</tool_call>"', Counting()
-    assert parser.read(text, last=True) == (text, ()) and parser.looked < 3 * len(text)
 
 
 # schemas that require themselves --------------------------------------------------------------------------------------
@@ -229,9 +205,7 @@ def nodes(node: Any) -> dict[str, Any]:
         nodes({"type": "array", "prefixItems": [NODE], "minItems": 1}),
         nodes({"oneOf": [NODE, having(NODE)]}),
         nodes({"anyOf": [NODE] * 30_000}),
-        nodes(
-            {"type": ["object", "array"], "items": NODE, "minItems": 1, "properties": {"b": NODE}, "required": ["b"]}
-        ),
+        nodes(having(NODE, type=["object", "array"], items=NODE, minItems=1)),
         {"type": "object", "additionalProperties": SELF, "required": ["a"]},
         {"type": "object", "properties": {"~/": {"$ref": "#/properties/~0~1"}}, "required": ["~/"]},
         having({"$ref": "#/%24defs/node"}, **{"$defs": {"node": having(NODE)}}),

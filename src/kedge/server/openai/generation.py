@@ -324,8 +324,8 @@ class Generation:
     def _name_field(self, error: BaseException) -> None:
         """Name the chat's field in an engine's error about the prompt or the grammar."""
         if isinstance(error, InvalidGrammar):
-            is_call = isinstance(self.body, ChatBody) and self.body.must_call
-            error.rename("tools" if is_call else "response_format", error.value)
+            has_content = "\ncontent: " in self.sampling.grammar  # the rule of the text, if that is not free
+            error.rename("response_format" if has_content else "tools", error.value)
         elif isinstance(error, EmptyPrompt | InvalidToken | PromptTooLong):
             field = "kedge.bindings" if self.step else self.body.prompt_field
             value = {EmptyPrompt: "", PromptTooLong: f"{error.value} tokens"}.get(type(error), error.value)

@@ -28,6 +28,8 @@ class Function(Body):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: Annotated[bool | None, Field(exclude=True)] = None
+    """Whether every call's arguments conform; the model is not told"""
 
 
 class Tool(Body):

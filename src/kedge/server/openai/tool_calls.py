@@ -9,6 +9,7 @@ import re
 import uuid
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -46,8 +47,9 @@ class AnswerReader:
     """Reader of one answer, which comes in pieces that may be cut anywhere; all of it is text."""
 
     mark: ClassVar[str]
-    """Text that an answer with a call has in it; the others are the words around a call's JSON"""
+    """Text that begins a call, and that an answer with one has in it"""
     open: ClassVar[str] = ""
+    """What follows it up to the name, where it is a mark that text has not; "" where it is JSON itself"""
     arguments: ClassVar[str]
     """Name of the field with the arguments"""
     close: ClassVar[str] = ""
@@ -82,7 +84,7 @@ class Hermes(AnswerReader):
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
-    mark, open, arguments, close, between = OPEN, f"{OPEN}\n", "arguments", f"\n{CLOSE}", "\n"
+    mark, open, arguments, close, between = OPEN, '\n{"name"', "arguments", f"\n{CLOSE}", "\n"
     _at, _end, _is_quoted = 0, 0, False
     """Up to where the open call was looked at, where its first closing mark ends, and whether a string is open"""
 
@@ -129,7 +131,7 @@ class Hermes(AnswerReader):
     def _read(text: str) -> ToolCall | None:
         try:
             return _call(read_json(text), Hermes.arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
 
@@ -169,34 +171,23 @@ def _refuse(constant: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def _call(data: Any, key: str) -> ToolCall | None:
-    """Return the call that `data` describes, with its arguments under `key`; None if it describes no call."""
-    if not isinstance(data, dict) or not isinstance(data.get("name"), str) or not data["name"]:
-        return None
-    arguments = data.get(key, {})
-    if not isinstance(arguments, dict):
-        return None
-    try:
-        return ToolCall(data["name"], json.dumps(arguments, ensure_ascii=False))
-    except RecursionError:
-        return None
+def _call(data: Any, key: str) -> ToolCall:
+    """Return the call that `data` describes, with its arguments under `key`. Raises `ValueError` if it is none."""
+    match data:
+        case {"name": str(name)} if name and isinstance(arguments := data.get(key, {}), dict):
+            return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    raise ValueError("is no call")
 
 
 def _calls(text: str) -> tuple[ToolCall, ...]:
     """Return the calls that a text consists of; none if it contains anything else."""
-    calls: list[ToolCall] = []
-    rest = text.strip()
-    while rest:
-        try:
+    calls, rest = list[ToolCall](), text.strip()
+    with suppress(ValueError, RecursionError):
+        while rest:
             data, end = _DECODER.raw_decode(rest)
-        except (ValueError, RecursionError):
-            return ()
-        call = _call(data, Llama3Json.arguments)
-        if call is None:
-            return ()
-        calls.append(call)
-        rest = rest[end:].lstrip().removeprefix(";").lstrip()
-    return tuple(calls)
+            calls.append(_call(data, Llama3Json.arguments))
+            rest = rest[end:].lstrip().removeprefix(";").lstrip()
+    return () if rest else tuple(calls)
 
 
 _text = partial(json.dumps, ensure_ascii=False)
@@ -218,16 +209,17 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
     `form` is how the model writes tool calls. Raises `RequestError` for a format or a choice that cannot be followed.
     """
     schema = None if body.must_call else _schema(body.response_format)
-    if schema is None and not body.must_call:
-        return ""
     functions = [one.function for one in body.tools_to_use if one.function and body.called in (None, one.function.name)]
-    calls = _call_rules(functions, PARSERS[form], several=not body.has_one_call) if form else []
+    if free := schema is None and not body.must_call:
+        if not (form and PARSERS[form].open and any(one.strict for one in functions)):
+            return ""
+        functions = [one if one.strict else Function(name=one.name) for one in functions]
+    calls = _call_rules(functions, PARSERS[form], many=not body.has_one_call, free=free) if form and functions else []
     body.left_out.extend(f"response_format.{name}" for name in unkept(schema))
     body.left_out.extend(f"tools.{name}" for one in functions for name in unkept(one.parameters))
-    if schema is None:
-        return _joined("start: calls", *calls)
-    start = "start: content | calls" if calls else "start: content"
-    return _joined(start, f"content: {_json(schema, 'response_format.json_schema')}", *calls)
+    content = [] if schema is None else [f"content: {_json(schema, 'response_format.json_schema')}"]
+    start = " | ".join(["content"] * len(content) + ["calls"] * bool(calls))
+    return _joined(f"start: {start}", *content, *calls)
 
 
 def _joined(*rules: str, most: int = 4096) -> str:
@@ -319,15 +311,18 @@ def _arguments(function: Function) -> Mapping[str, Any]:
     return {**given, "type": "object"}
 
 
-def _call_rules(functions: Sequence[Function], wording: type[AnswerReader], *, several: bool) -> list[str]:
-    """Return the rules of one call, or of `several`, of any of these functions; none without functions."""
-    if not functions:
-        return []
-    between = f"({_text(wording.between)} call)*" if several else ""
-    names = " | ".join(f"call_{at}" for at in range(len(functions)))
-    rules = [f"calls: call {between}", f"call: {names}"]
+def _call_rules(functions: Sequence[Function], wording: type[AnswerReader], *, many: bool, free: bool) -> list[str]:
+    """Return the rules of one call, or of `many`, of any of these functions. In a `free` answer there is text around
+    them and there may be none, but in the text no mark of a call without the call.
+    """
+    mark, between = _text(wording.mark), _text(wording.between)
+    if free:  # what is not nothing: other than `.*`, it may have special tokens and parts of characters
+        rules = [f"calls: (marked call){'*' if many else '?'} ANY", f"marked[suffix={mark}]: ANY", r"ANY: ~/[^\s\S]/"]
+    else:
+        rules = [f"calls: marked call {f'({between} marked call)*' if many else ''}", f"marked: {mark}"]
+    rules.append(f"call: {' | '.join(f'call_{at}' for at in range(len(functions)))}")
     for at, function in enumerate(functions):
-        begin = f'{wording.open}{{"name": {_text(function.name)}, "{wording.arguments}": '
+        begin = f'{wording.open}: {_text(function.name)}, "{wording.arguments}": '
         rules.append(f"call_{at}: {_text(begin)} arguments_{at} {_text('}' + wording.close)}")
         rules.append(f"arguments_{at}: {_json(_arguments(function), 'tools')}")
     return rules
