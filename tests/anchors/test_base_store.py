@@ -198,13 +198,15 @@ def test_of_a_text_what_the_last_reader_has_left_is_held() -> None:
     assert found is not None and found.reader == "three"
 
 
-def test_room_for_a_template_is_no_runs() -> None:
+def test_room_for_a_template_is_no_runs_and_there_is_some() -> None:
     store = BaseStore(8 * ONE, ONE)
     assert store.hold(key := PrefixKey(SPACE, "flow/agent"), 4, None) and store.prefixes(*key) is None
     store.end_run(RUN)
     assert store.is_expected(key)
     store.put_prefix(*key, {1: random_kv(4, 1)})
     assert store.prefixes(*key) and not store.hold(question(1), 8, RUN)
+    with pytest.raises(ConfigError, match="anchors.max_base_bytes=0"):
+        BaseStore(0)
 
 
 def test_a_view_does_not_keep_the_whole_alive() -> None:
@@ -212,8 +214,3 @@ def test_a_view_does_not_keep_the_whole_alive() -> None:
     store.put_content(SPACE, (1,), (), random_kv(64, 1).slice(3, 4))
     entry = store.find(RUN, SAMPLE, (1,), ())
     assert entry.kv.keys.untyped_storage().nbytes() * 2 == ONE
-
-
-def test_no_room_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="anchors.max_base_bytes=0"):
-        BaseStore(0)

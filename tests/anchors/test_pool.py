@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kedge.anchors.anchor import Anchor, AnchorId, PlaceholderSite, Query
+from kedge.anchors.anchor import Anchor, AnchorId, PlaceholderSite, Query, SampleView
 from kedge.anchors.pool import AnchorPool
 from kedge.anchors.sites import Observation, SiteOffsets
 from kedge.errors import PlanError
-from tests.anchors.helpers import PREFIX, PREFIX_BASE, SLOT, in_context, random_kv
+from tests.anchors.helpers import POOL, PREFIX, PREFIX_BASE, SLOT, in_context, random_kv
 
 
 def add(pool: AnchorPool, number: int, site: PlaceholderSite = SLOT, hits: int = 0) -> AnchorId:
@@ -63,6 +63,8 @@ def test_both_parts_or_none_and_of_as_many_tokens_as_their_base_has() -> None:
     base = random_kv(4, 1)
     with pytest.raises(PlanError, match="tokens=4"):
         Observation.measure(base, random_kv(5, 1), None, None)
+    with pytest.raises(PlanError, match="tokens=3"):
+        SampleView(POOL, (1, 2, 3), base, "key")
     site = SiteOffsets(base, PREFIX)
     observed = Observation.measure(base, in_context(base, 2), PREFIX_BASE, in_context(PREFIX_BASE, 3))
     site.put(0, observed)

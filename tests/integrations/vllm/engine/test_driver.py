@@ -44,6 +44,9 @@ def test_the_plugin_reads_the_request_that_was_submitted() -> None:
         for name in ("request_id", "tenant", "client", "workflow", "run", "agent", "produces", "reuse", "tokens"):
             assert getattr(got, name) == getattr(asked, name)
         assert got.segments == (SEGMENTS if mode is ReuseMode.TRANSLATE else (Segment(asked.tokens, "p0"),))
+        assert got.fixed == 3, "also without segments"
+    assert [read(request(fixed=fixed)).fixed for fixed in (5, 99)] == [5, 3]
+    assert "fixed_tokens" not in request_hints(GenerateRequest(SEGMENTS[:1], fixed=-1))
 
 
 def test_what_the_guard_orders_is_sent() -> None:
@@ -52,13 +55,6 @@ def test_what_the_guard_orders_is_sent() -> None:
     assert read(request(guard=orders)).guard == orders
     assert read(request(guard=GuardOrders(rung=0))).guard.rung == 0
     assert not {"withheld", "epoch", "rung", "held_out", "pick"} & request_hints(request()).keys()
-
-
-def test_the_fixed_length_is_sent_without_segments() -> None:
-    assert read(request(reuse=ReuseMode.EXACT)).fixed == 3
-    assert read(request(fixed=5)).fixed == 5
-    assert read(request(fixed=99)).fixed == 3
-    assert "fixed_tokens" not in request_hints(GenerateRequest(SEGMENTS[:1], fixed=-1))
 
 
 def test_names_that_are_not_accepted_stay_distinct() -> None:
@@ -78,16 +74,9 @@ def test_what_vllm_draws_by() -> None:
     assert not params.stop and not params.detokenize
     asked = [request(sampling=SamplingParams(max_tokens=most)) for most in (0, 3, 7)]
     assert [sampling_params(one, 5).max_tokens for one in asked] == [1, 3, 5], "vLLM draws one token at least"
-
-
-def test_stock_vllm_gets_no_hints() -> None:
-    hinted, plain = (sampling_params(request(), 100, hinted=hinted) for hinted in (True, False))
-    assert hinted.extra_args and plain.extra_args is None
-
-
-def test_the_seed_that_vllm_takes_for_none_is_replaced() -> None:
+    assert params.extra_args and sampling_params(request(), 9, hinted=False).extra_args is None, "stock vLLM"
     seeds = [sampling_params(request(sampling=SamplingParams(seed=seed)), 9).seed for seed in (-1, -2, 0, None)]
-    assert seeds == [2**63 - 1, -2, 0, None]
+    assert seeds == [2**63 - 1, -2, 0, None], "the one that it takes for none is replaced"
 
 
 def key(agent: str, run: str = "r") -> AgentKey:

@@ -212,11 +212,6 @@ def test_other_numbers_of_8_bits_are_refused(given: dict[str, Any], why: str) ->
         probe(float8_layer(torch.float8_e4m3fn, **given))
 
 
-def test_pages_that_do_not_count_blocks_are_refused() -> None:
-    with pytest.raises(LayoutUnknown, match="does not count 7 blocks"):
-        find_layouts([fake_layer()._replace(num_blocks=7)], 4)
-
-
 def test_an_op_that_raises_is_a_refusal_and_changes_nothing() -> None:
     def failing(*_: object) -> None:
         raise RuntimeError("no such kernel")
@@ -243,12 +238,13 @@ def test_a_layout_is_shared_by_layers_after_a_try() -> None:
         find_layouts([layers[0], fake_layer(keep=(coarse, coarse))], 4)
 
 
-def test_layers_that_share_kv_are_refused() -> None:
-    """What one of them is given would overwrite the other's."""
+def test_pages_that_do_not_count_blocks_or_that_layers_share_are_refused() -> None:
+    """What one of two layers is given would overwrite the other's."""
     layer = fake_layer()
-    other = fake_layer(pages=layer.pages)
-    with pytest.raises(LayoutUnknown, match="shares another's"):
-        find_layouts([layer, other], 4)
+    shared, odd = [layer, fake_layer(pages=layer.pages)], [layer._replace(num_blocks=7)]
+    for layers, why in ((shared, "shares another's"), (odd, "does not count 7 blocks")):
+        with pytest.raises(LayoutUnknown, match=why):
+            find_layouts(layers, 4)
 
 
 def test_the_global_random_state_is_left_alone() -> None:

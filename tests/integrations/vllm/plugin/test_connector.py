@@ -24,9 +24,6 @@ def test_anchors_take_at_most_half_of_what_is_free_on_a_gpu(
     found = within_free_memory(WANTED, GPU)
     assert (found.max_bytes, found.max_base_bytes) == (share * (8 << 30), share * (4 << 30))
     assert ("gpu_memory_utilization" in caplog.text) == (share < 1), "it is said"
-
-
-def test_on_a_cpu_they_take_what_the_settings_say() -> None:
     assert within_free_memory(WANTED, torch.device("cpu")) is WANTED
 
 

@@ -53,10 +53,6 @@ DYNAMIC = LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4
 ONE = groups(FullAttentionSpec(**SPEC))
 
 
-def test_a_block_is_keys_and_values_of_all_layers() -> None:
-    assert compat.block_bytes(ONE) == 2 * 2 * 32 * 2 * 32 * 4
-
-
 WINDOW = groups(FullAttentionSpec(**SPEC, sliding_window=64))
 ALONE, BOTH = (
     groups(SlidingWindowSpec(**SPEC, sliding_window=64), *more) for more in ([], [FullAttentionSpec(**SPEC)])
@@ -104,15 +100,20 @@ def test_everything_is_on_beside_what_changes_nothing(changes: dict[str, Any], c
 
 def test_a_block_is_of_one_group_at_a_time_and_windows_alone_have_no_host_tier() -> None:
     assert compat.cache_groups(config(), BOTH).main.number == 1
-    assert compat.block_bytes(BOTH) == compat.block_bytes(ONE)
+    assert compat.block_bytes(BOTH) == compat.block_bytes(ONE) == 2 * 2 * 32 * 2 * 32 * 4, "keys and values, all layers"
     found = compat.find_features(config(**WINDOWED[0]), ALONE, 10)
     assert found.translation == "its KV is a SlidingWindowSpec, not full attention"
     assert found.eviction is None and found.host and "none has full attention" in found.host
 
 
-def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
+def test_without_a_prefix_cache_or_with_other_hashes_there_is_nothing_to_keep() -> None:
     found = compat.find_features(config(enable_prefix_caching=False), ONE, 10)
     assert found.eviction == found.host == "prefix caching is off" and found.translation is None
+    ahead = config()
+    ahead.num_hash_lookahead_tokens = 1
+    found = compat.find_features(ahead, ONE, 10)
+    assert found.eviction is None
+    assert found.host == found.translation == "hashes are of a block and tokens behind it"
 
 
 @pytest.mark.parametrize("version", ["0.30.9", "0.34.0", "0.100.2", "0.34.0.dev12+g1234", "1.0", "dev"])
@@ -128,19 +129,7 @@ def test_another_version_switches_everything_off(
     monkeypatch.setattr(scheduler, "Scheduler", SimpleNamespace)
     assert type(make_scheduler(config())) is SimpleNamespace
     assert caplog.messages[-1] == f"kedge: --scheduler-cls is vLLM's own: {reason}"
-
-
-def test_known_versions() -> None:
-    for known in ("0.33.2", "0.33.0rc1", "0.32.1+cpu", "0.31.0"):
-        assert version_refusal(known) is None
-
-
-def test_hashes_of_more_than_a_block_leave_the_order_of_eviction() -> None:
-    ahead = config()
-    ahead.num_hash_lookahead_tokens = 1
-    found = compat.find_features(ahead, ONE, 10)
-    assert found.eviction is None
-    assert found.host == found.translation == "hashes are of a block and tokens behind it"
+    assert not any(map(version_refusal, ("0.33.2", "0.33.0rc1", "0.32.1+cpu", "0.31.0"))), "these are known"
 
 
 # lanes ----------------------------------------------------------------------------------------------------------------
@@ -150,7 +139,9 @@ def lanes(**changes: Any) -> str | None:
     return compat.find_features(config(**changes), ONE, 10).translation
 
 
-def test_translation_needs_kedges_scheduler(caplog: pytest.LogCaptureFixture) -> None:
+def test_translation_needs_kedges_scheduler_and_no_other_connector(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert lanes() is None
     assert lanes(get_scheduler_cls=lambda: AsyncStepScheduler) is None
     assert lanes(get_scheduler_cls=lambda: type("Own", (StepScheduler,), {})) is None
@@ -160,14 +151,9 @@ def test_translation_needs_kedges_scheduler(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         compat.Features(None, None, reason).log()
     assert caplog.messages == [f"kedge: translation is off: {reason}"]
-
-
-def test_beside_another_connector_the_scheduler_is_vllms_own(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
     monkeypatch.setattr(scheduler, "Scheduler", SimpleNamespace)
     assert type(make_scheduler(config(kv_connector="MultiConnector"))) is SimpleNamespace
-    assert caplog.messages[0].endswith("--kv-transfer-config does not name KedgeConnector alone")
+    assert caplog.messages[1].endswith("--kv-transfer-config does not name KedgeConnector alone")
 
 
 def test_backends_have_to_write_before_they_attend() -> None:

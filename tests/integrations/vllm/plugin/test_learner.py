@@ -163,9 +163,6 @@ def test_a_plan_is_kept_until_its_prompt_is_captured_or_its_verdict_withdrawn(le
     assert not learner.planned and learner._written[REQUEST.request_id].plan is plan
     learner.drop(REQUEST.request_id)
     assert not learner._written
-
-
-def test_plans_whose_prompts_are_never_captured_are_forgotten(learner: Learner) -> None:
     for number in range(ENTRIES + 5):
         write(learner, RequestId(f"aborted-{number}"))
-    assert len(learner._written) == ENTRIES
+    assert len(learner._written) == ENTRIES, "of prompts that are never captured"
