@@ -323,3 +323,12 @@ def test_a_load_that_does_not_pay_is_not_waited_for_but_a_prefetch_under_way_is(
     assert waiting.step("c") == "c" and waiting.step("c") == "" and not waiting.under_way
     waiting.set_step("c", 1.0)
     assert waiting.prefetch() == ["c"] and waiting.step("c") == "c"
+    waiting.land()
+    assert waiting.tier.counters["prefetches_late"] == 1
+
+
+def test_all_is_from_the_host_that_a_request_has_waited_for(waiting: Waiting) -> None:
+    """A fixed prompt comes from its beginning on, then the rest."""
+    for blocks in (1, 0, 1):
+        assert waiting.loads.must_wait(waiting.requests["c"], blocks * SIZE)
+    assert waiting.requests["c"].loaded == range(2 * SIZE + 1)

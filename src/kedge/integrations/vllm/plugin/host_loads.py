@@ -85,7 +85,7 @@ class HostLoads:
             return False
         else:
             transfer.demanded, live.awaited = True, transfer
-        live.loaded = range(live.loaded.start or computed, request.num_prompt_tokens)
+        live.loaded = range(min([computed, *live.loaded[:1]]), request.num_prompt_tokens)
         return True
 
     def _is_impatient(self, live: LiveRequest) -> bool:
