@@ -127,19 +127,6 @@ def test_histories_come_back_from_the_host_with_the_same_answers(hosted: Driver,
     assert totals["blocks_loaded"] >= needed - on_device and not totals.get("skipped_backups", 0)
 
 
-def test_what_a_compacted_session_leaves_behind_is_not_its_own(hosted: Driver, clock: list[float]) -> None:
-    chat = Chat(hosted, 3, head=12 * BLOCK, kedge={"session": "s"})
-    chat.turn()
-    clock[0] += 1.0
-    chat.history = [*chat.history[: 2 * BLOCK], *prompt(BLOCK, 77)]  # a summary
-    assert chat.turn() == 2 * BLOCK
-    key, *others = hosted.side.sessions.ledger.tracker._sessions
-    assert key.name == "s" and not others
-    for queue in (hosted.side.queue, hosted.side.loads.tier.queue):
-        assert queue.members_of(key) == chat.whole // BLOCK
-    hosted.check_rest()
-
-
 def test_32_sessions_in_a_pool_of_three_answer_the_same(hosted: Driver, stock: Answers) -> None:
     chats = {number: Chat(hosted, number) for number in range(32)}
     for _ in range(4):

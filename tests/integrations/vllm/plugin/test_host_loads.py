@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kedge.cache import Copied, Copy
 from kedge.cache.copies import Purpose
 from kedge.integrations.vllm.plugin import host_loads
-from kedge.integrations.vllm.plugin.block_pools import cached_block, cached_prefix
+from kedge.integrations.vllm.plugin.block_pools import cached_block, cached_prefix, leading_blocks
 from kedge.integrations.vllm.plugin.host_loads import HostLoads
 from kedge.integrations.vllm.plugin.host_tier import HostTier
 from kedge.integrations.vllm.plugin.requests import LiveRequest
@@ -65,8 +65,7 @@ class Engine:
         computed(self.pool, hashes, blocks)
         self.queue.own_history([block.block_id for block in blocks], name)
         self.set_step(name, step)
-        self.loads._remember(name, hashes)
-        self.tier.back_up(hashes, name, lambda _: True)
+        self.loads.finished(name, hashes)  # type: ignore[arg-type]
         self.pool.free_blocks(reversed(blocks))
         return self.land()
 
@@ -110,6 +109,29 @@ def test_a_session_that_comes_near_is_loaded_before_its_request() -> None:
     assert engine.prefetch() == []
     engine.set_step("c", 1.4)
     assert not engine.loads.prefetcher.due, "it is on the device"
+    evicted(engine.pool)
+    engine.loads.clear()
+    assert engine.prefetch() == [] and not engine.loads._histories, "the host is empty"
+    engine.loads.check_integrity()
+
+
+def test_a_history_is_backed_up_as_it_grows_and_what_it_leaves_out_is_not_its_own() -> None:
+    engine = Engine()
+    for length in (3, 5, 5, 2):
+        engine.turn("c", length, 1.0)
+        assert engine.tier.queue.members_of("c") == length
+    assert engine.tier.counters == {"blocks_offloaded": 5, "skipped_backups": 0}, "each once"
+    found = leading_blocks(engine.tier.host, prompt("c", 5))
+    assert [block.block_hash_num_tokens for block in found] == [SIZE * at for at in range(1, 6)]
+
+
+def test_what_is_backed_up_in_part_goes_from_its_end_all_the_same() -> None:
+    """As look-ups take it. Its beginning is held for longer."""
+    engine = Engine()
+    engine.turn("c", DEVICE, 1.0)
+    for lost in (4, 8):
+        evicted(engine.pool, lost)
+        assert len(leading_blocks(engine.pool, prompt("c", DEVICE))) == engine.on_device("c", DEVICE) == DEVICE - lost
 
 
 def test_near_sessions_and_agents_are_loaded_soonest_first() -> None:
@@ -140,14 +162,6 @@ def test_a_block_that_is_computed_while_it_is_loaded_is_owned_by_both() -> None:
     engine.turn("aY", 1, 9.0)  # the load lands after aY has computed the same block
     evicted(engine.pool)
     assert engine.prefetch() == ["aX"]
-
-
-def test_an_empty_host_is_not_looked_at() -> None:
-    engine = Engine()
-    engine.turn("c", 4, 1.0)
-    evicted(engine.pool)
-    engine.loads.clear()
-    assert engine.prefetch() == [] and not engine.loads._histories
 
 
 class Prefetches(RuleBasedStateMachine):

@@ -73,20 +73,17 @@ class CacheGroups:
         return iter((self.main, *self.others))
 
     def needed(self, hashes: Sequence[BlockHash], start: int = 0) -> NeededBlocks:
-        """Return what a hit of all `hashes` needs: blocks of the main group from `start` on, then those of the others.
-
-        A start behind the last block of the main group leaves out as many of the others.
-        """
+        """Return what a hit of all `hashes` needs: blocks of the main group from `start` on, then those of others."""
         length, end = len(hashes), self.main.key_end
         keys = [one + end for one in hashes[start:]]
         if not self.others:
-            return NeededBlocks(keys, range(min(start, length), length))
-        places, skipped = list(range(start, length)), max(0, start - length)
+            return NeededBlocks(keys, range(start, length))
+        places = list(range(start, length))
         for group in self.others:
             found = group.places(length)
             keys += [hashes[at] + group.key_end for at in found]
             places += found
-        return NeededBlocks(keys[skipped:], places[skipped:])
+        return NeededBlocks(keys, places)
 
     def fitted(self, hashes: Sequence[BlockHash], length: int, has: Callable[[bytes], bool]) -> int:
         """Return the longest hit of at most `length` hashes for which the other groups have what it needs, where the

@@ -77,8 +77,7 @@ class HostQuotas:
 
     def clear(self) -> None:
         """Give all blocks to none."""
-        self._tenants = [None] * len(self._tenants)
-        self.held.clear()
+        self.take(range(len(self._tenants)), None)
 
     def check_integrity(self) -> None:
         """Raise `PlanError` unless the sums are those over all blocks, and within the limits."""
@@ -101,6 +100,8 @@ class BlockTransfer(Transfer):
     prefix: list[KVCacheBlock]
     """Device blocks of the prompt before those that are loaded"""
     owner: Owner | None
+    behind: Sequence[bytes] = ()
+    """Keys of the prompt behind what is backed up of it, where that is a part"""
 
 
 class HostTier:
@@ -269,15 +270,14 @@ class HostTier:
         """
         sources, needed = self._lacking(hashes, start, self.device.num_gpu_blocks // SHARE - len(self._backing_up))
         room = self.queue.room(self._within_quota(owner, len(sources), may_evict), may_evict)
-        if room < len(sources):
-            self.counters["skipped_backups"] += 1
-            sources = sources[:room]
+        self.counters["skipped_backups"] += room < len(sources)
+        sources, needed = sources[:room], needed.chosen(range(room))
         if sources:
-            needed = needed.chosen(range(room))
             targets = self.host.get_new_blocks(room)
             if self.quotas:
                 self.quotas.take((block.block_id for block in targets), _tenant_of(owner))
-            self._begin(Purpose.BACKUP, needed, sources, targets, [], owner)
+            transfer = self._begin(Purpose.BACKUP, needed, sources, targets, [], owner)
+            transfer.behind = [one + self.groups.main.key_end for one in hashes[max(needed.places) + 1 :]]
 
     def _within_quota(self, owner: Owner, blocks: int, may_evict: Callable[[StepView], bool]) -> int:
         """Evict what the tenant of `owner` would have too much with so many `blocks` more, and needs no sooner. Returns
@@ -290,9 +290,8 @@ class HostTier:
         is_own = partial(self.quotas.is_of, tenant=_tenant_of(owner))
         victims = self.queue.victims(excess, lambda owners: owner not in owners.owners and may_evict(owners), is_own)
         self.host.evict_blocks({block.block_id for block in victims})
-        for block in victims:
-            self.queue.remove(block)
-        self.queue.prepend_n(victims)
+        self.host.touch(victims)
+        self.host.free_blocks(victims)  # without KV, so that they are used first
         self._release(victims)
         self.counters["host_evictions_over_quota"] += len(victims)
         return max(0, blocks - excess + len(victims))
@@ -348,6 +347,10 @@ class HostTier:
         if transfer.needed.keys and not transfer.has_failed:
             self._publish(transfer, self._pools(transfer)[1])
         self._let_go(transfer)
+        known = known_blocks(self.device)
+        behind = [any_of(known[key]) for key in transfer.behind if key in known]
+        self.device.touch(behind)
+        self.device.free_blocks(reversed(behind))  # before its beginning, which is the last to be evicted
         self._release(transfer.sources if transfer.is_load else transfer.targets)
         for one in transfer.needed.keys:
             self._under_way(transfer).pop(one, None)
