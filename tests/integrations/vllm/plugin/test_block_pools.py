@@ -119,11 +119,12 @@ def draw_kept(data: st.DataObject, found: CacheGroups) -> dict[int, set[int]]:
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_the_longest_hit_is_vllms(name: str, data: st.DataObject) -> None:
+def test_the_longest_hit_is_vllms_and_may_be_owned(name: str, data: st.DataObject) -> None:
     specs = MODELS[name]
     found, vllm = groups(specs), coordinator(specs)
     pool = vllm.block_pool
-    replace_queue(pool, POLICY, groups=found)
+    queue = replace_queue(pool, POLICY, groups=found)
+    queue.owners.on_forecast({"owner": (1.0, 1.0)})
     kept = draw_kept(data, found)
     cached(pool, found, kept)
     _, tokens, _ = vllm.find_longest_cache_hit(HASHES, LENGTH * SIZE)
@@ -132,6 +133,10 @@ def test_the_longest_hit_is_vllms(name: str, data: st.DataObject) -> None:
     assert found.reach(HASHES, keys.__contains__) == tokens // SIZE
     assert set(found.needed(HASHES[: tokens // SIZE]).keys) <= keys.keys()
     assert has_end(pool, HASHES[: tokens // SIZE])
+    own_prefix(pool, HASHES, "owner")
+    of_others = sum(len(group.places(tokens // SIZE)) for group in found.others)
+    assert queue.members_of("owner") == len(kept[found.main.number]) + of_others
+    queue.check_integrity()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -157,6 +162,8 @@ def test_what_comes_back_from_the_host_is_a_hit(name: str, data: st.DataObject) 
     ends = [needed[key] for key in lost if key.endswith(found.main.key_end)]  # a prompt is lost from its end
     lost |= {key for key, at in needed.items() if ends and at >= min(ends) and key.endswith(found.main.key_end)}
     device.evict_blocks({device.cached_block_hash_to_block.get_one_block(key).block_id for key in lost})
+    places = [(group, group.places(length)) for group in found if length]
+    assert has_end(device, prompt) == lost.isdisjoint(HASHES[at[-1]] + group.key_end for group, at in places)
     first = cached_prefix(device, prompt)
     transfer = tier.load(prompt, Purpose.DEMAND, "owner", lambda _: True) if first < length else None
     if first < length:
@@ -195,13 +202,12 @@ def test_with_a_drafting_head_vllm_finds_all_but_the_last_block(name: str, head:
 def test_beside_a_head_a_group_without_its_layers_needs_nothing_behind_the_hit() -> None:
     """Of a window vLLM caches no more than that, of a prompt's end."""
     specs = MODELS["window"]
-    assert groups_of(config(drafts=True), kv_config(specs, 1)).others == (CacheGroup.of(0, 1, 2, behind=1),)
+    found = groups_of(config(drafts=True), kv_config(specs, 1))
+    assert found.others == (CacheGroup.of(0, 1, 2, behind=1),)
+    assert found.fitted(HASHES, 8, lambda key: not key.startswith(HASHES[6])) == 7
     assert groups_of(config(drafts=True), kv_config(specs, 0)).others == (CacheGroup.of(0, 1, 3),)
     assert groups_of(config(), kv_config(specs, 1)) == groups(specs)
-
-
-def test_a_hit_with_drafts_that_have_no_kv_needs_what_it_needs_without() -> None:
-    assert groups_of(config(drafts=None), kv_config(MODELS["window"])) == groups(MODELS["window"])
+    assert groups_of(config(drafts=None), kv_config(specs)) == groups(specs), "such drafts have no KV"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +218,8 @@ def test_a_hit_with_drafts_that_have_no_kv_needs_what_it_needs_without() -> None
         ((FULL, MambaSpec(block_size=SIZE, shapes=((4,),), dtypes=(torch.float32,))), "must be align"),
         ((window(64, 64), window(64, 32), FULL), "two sizes"),
         ((window(64, 24), FULL), "none has full attention in blocks of 8"),
+        ((SimpleNamespace(block_size=SIZE, kv_cache_specs={"a": FULL, "b": window(32)}), FULL), "different windows"),
+        ((FULL, type("Strided", (FullAttentionSpec,), {"rswa_window": 4})(block_size=SIZE, **SPEC)), "no kind that"),
     ],
 )
 def test_groups_that_are_not_known_are_refused(specs: Any, why: str) -> None:
@@ -248,4 +256,5 @@ def test_what_is_known_is_not_named_and_what_a_pool_has_is_owned(pool: BlockPool
     pool.free_blocks([*again, *first])
     own_prefix(pool, HASHES, "a")
     assert pool.free_block_queue.members_of("a") == 3 and pool.get_num_free_blocks() == 10
+    assert pool.free_block_queue.get_all_free_blocks()[-3:] == [again[2], *reversed(first)], "from its end"
     pool.free_block_queue.check_integrity()

@@ -110,6 +110,8 @@ class Machine(RuleBasedStateMachine):
         self.queue = StepFreeQueue(self.blocks, BLOCKS, POLICY)
         self.twin = Twin(POLICY, list(range(BLOCKS)), lambda i: self.queue.set_of[i])
         self.held: list[int] = []
+        for owner in AGENTS[:3]:
+            self.forecast(owner, 1.0)
 
     @rule(n=st.integers(0, BLOCKS))
     def allocate(self, n: int) -> None:
@@ -144,7 +146,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), owner=st.sampled_from(AGENTS))
     def own(self, data: st.DataObject, owner: str) -> None:
-        chosen = data.draw(st.lists(st.sampled_from(self.held), unique=True))
+        chosen = data.draw(st.lists(st.sampled_from(self.held), min_size=1, unique=True))
         if owner not in self.twin.steps:
             with pytest.raises(PlanError):
                 self.queue.own(chosen, owner)
@@ -157,7 +159,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def follow(self, data: st.DataObject) -> None:
-        chosen = data.draw(st.lists(st.sampled_from(self.held), unique=True))
+        chosen = data.draw(st.lists(st.sampled_from(self.held), min_size=1, unique=True))
         self.queue.mark_suffix(chosen)
         self.twin.varying |= {block for block in chosen if block not in self.twin.owners}
 
@@ -167,7 +169,7 @@ class Machine(RuleBasedStateMachine):
         """A prompt of which the owner has a prefix: it leaves behind all else."""
         if owner not in self.twin.steps:
             return
-        chosen = data.draw(st.lists(st.sampled_from(self.held), unique=True))
+        chosen = data.draw(st.lists(st.sampled_from(self.held), min_size=1, unique=True))
         chosen.sort(key=lambda block: owner not in self.twin.owners.get(block, ()))
         self.queue.own_history(chosen, owner)
         for owners in self.twin.owners.values():
@@ -209,7 +211,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def same_order(self) -> None:
-        assert [block.block_id for block in self.queue.get_all_free_blocks()] == self.twin.order()
+        free = self.queue.get_all_free_blocks()
+        assert [block.block_id for block in free] == self.twin.order()
+        assert not free or [*self.queue.iter_blocks_after(free[0])] == free[1:]
         assert self.queue.evicted == self.twin.evicted
 
     @invariant()

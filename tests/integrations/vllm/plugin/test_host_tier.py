@@ -14,7 +14,7 @@ from kedge.integrations.vllm.plugin.host_tier import HostQuotas, HostTier
 from kedge.policies.sessions import SessionKey
 from kedge.settings import QuotaSettings
 from kedge.types import Namespace, TenantId
-from tests.integrations.vllm.plugin.pools import POLICY, admitted, chain, computed, land, opened
+from tests.integrations.vllm.plugin.pools import POLICY, admitted, chain, computed, evicted, land, opened
 
 DEVICE, HOST = 12, 16
 
@@ -50,6 +50,10 @@ class Copies(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"), length=st.integers(1, 6))
     def load(self, name: str, length: int) -> None:
         self.tier.load(chain(name, length), Purpose.DEMAND, None, lambda _: True)
+
+    @rule(blocks=st.integers(1, DEVICE))
+    def evict(self, blocks: int) -> None:
+        evicted(self.pool, blocks)
 
     @rule()
     def send(self) -> None:
@@ -97,6 +101,7 @@ class Copies(RuleBasedStateMachine):
         if not self.tier.busy:
             assert self.pool.get_num_free_blocks() == DEVICE
             assert self.tier.host.get_num_free_blocks() == HOST
+            assert {block.ref_cnt for block in (*self.pool.blocks[1:], *self.tier.host.blocks[1:])} == {0}
 
     def teardown(self) -> None:
         land(self.tier, self.sent)
@@ -124,6 +129,22 @@ def test_the_next_load_is_of_what_the_device_lacks_and_no_load_brings() -> None:
     longer = world.tier.load(chain("a", 6), Purpose.DEMAND, None, lambda _: True)
     assert longer and len(longer.sources) == 2
     world.teardown()
+
+
+def test_without_room_nothing_is_held_and_what_was_under_way_when_the_device_was_emptied_brings_nothing() -> None:
+    world, prompt = Copies(), chain("a", 4)
+    backed_up(world, "a", 4)
+    evicted(world.pool, DEVICE - 1)
+    taken = world.pool.get_new_blocks(DEVICE - 3)
+    world.load("a", 4)
+    assert not world.tier.busy and world.pool.get_num_free_blocks() == 3, "the first block of the prompt among them"
+    world.pool.free_blocks(taken)
+    world.load("a", 4)
+    assert world.tier.extent(prompt) == (4, 4) and len(world.tier.held_on_device()) == 4
+    for end in (world.empty_device, lambda: land(world.tier)):
+        end()
+        assert world.tier.extent(prompt) == (0, 4)
+    world.sound()
 
 
 @pytest.mark.parametrize("ends", [(True, False), (True, True)])
@@ -180,12 +201,12 @@ TestCopiesOfTenants = CopiesOfTenants.TestCase
 TestCopiesOfTenants.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def backed_up(world: Copies, name: str, length: int, may_evict: Any = lambda _: True) -> None:
+def backed_up(world: Copies, name: str, length: int, may_evict: Any = lambda _: True, *, ok: bool = True) -> None:
     """A turn of a session ends, and its history is copied to the host."""
     world.compute(name, length)
     world.tier.owners.on_forecast({session(name): (1.0, 1.0)})
     world.tier.back_up(chain(name, length), session(name), may_evict)
-    land(world.tier)
+    land(world.tier, ok=ok)
 
 
 def held(world: Copies, name: str) -> int:
@@ -194,18 +215,26 @@ def held(world: Copies, name: str) -> int:
 
 def test_a_tenant_over_its_quota_gives_up_its_own() -> None:
     world = CopiesOfTenants()
-    backed_up(world, "b", 5)
+    backed_up(world, "b", 6)
+    backed_up(world, "c", 5)
     backed_up(world, "a1", 3)
     backed_up(world, "a2", 3)
-    assert [held(world, name) for name in ("b", "a1", "a2")] == [5, 1, 3]
+    assert [held(world, name) for name in ("b", "c", "a1", "a2")] == [5, 5, 1, 3]
     assert world.tier.holds(chain("a1", 1)[0]), "the end of a history goes first"
     backed_up(world, "a3", 6)
-    assert [held(world, name) for name in ("b", "a1", "a2", "a3")] == [5, 0, 0, 4], "no more than it may have"
+    found = [held(world, name) for name in ("b", "c", "a1", "a2", "a3")]
+    assert found == [5, 5, 0, 0, 4], "no more than it may have"
     assert world.tier.counters["host_evictions_over_quota"] == 6
     backed_up(world, "a3", 6)
     assert held(world, "a3") == 4, "what it continues is not given up for its end"
     backed_up(world, "a4", 3, may_evict=lambda _: False)
     assert (held(world, "a3"), held(world, "a4")) == (4, 0), "nor what is needed sooner"
+    world.empty_device()
+    world.load("a3", 4)
+    land(world.tier, ok=False)
+    world.within_quotas()
+    world.empty_host()
+    backed_up(world, "a5", 4, ok=False)
     world.within_quotas()
     world.sound()
 

@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kedge.integrations.vllm.plugin import lanes, requests
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.lanes import NOTHING, BasePrefills, HeldBlocks, LaneGrants, PassLimits
+from kedge.integrations.vllm.plugin.lanes import NOTHING, BasePrefills, HeldBlocks, HeldLane, LaneGrants, PassLimits
 from kedge.integrations.vllm.plugin.requests import NEAR, Capture, LiveRequest, TranslationVerdict
 from kedge.integrations.vllm.plugin.translations import Translations
 from kedge.reuse.costs import PATIENCE
@@ -73,10 +73,10 @@ def test_the_latest_goes_first_in_pieces_and_is_captured_with_the_last() -> None
     assert stage.step(12) == [range(6)] and not stage.captures
     stage.jobs.add(HERE, (2,) * 9)
     assert len(stage.jobs) == 2, "the one under way is not queued again"
-    assert stage.step(12) == [range(6, 9)]
+    assert stage.step(12, rows=2) == [range(6, 9), range(3)], "each once in a step, and both within the share"
     (capture,) = stage.captures
     assert capture.request.tokens == (2,) * 9 and capture.request.namespace == HERE and len(capture.blocks) == 3
-    assert stage.step(50, idle=True) == [range(10)]
+    assert stage.step(50, idle=True) == [range(3, 10)]
     stage.report()
     assert stage.jobs.counts == Counter(base_prefills_queued=2, base_prefills_done=2)
     assert not stage.jobs and stage.pool.get_num_free_blocks() == BLOCKS
@@ -105,7 +105,7 @@ def test_blocks_that_requests_need_are_given_up_after_the_pass() -> None:
     stage = Stage()
     stage.jobs.add(HERE, (1,) * 10)
     assert stage.step(4) == [range(2)]
-    assert not stage.step(0, spare=BLOCKS) and not stage.jobs
+    assert not stage.step(8, spare=BLOCKS) and not stage.jobs
     (capture,) = stage.captures
     assert capture.request is NOTHING and stage.pool.get_num_free_blocks() == BLOCKS - 3
     stage.report()
@@ -116,16 +116,16 @@ def test_what_a_request_waits_for_goes_first_and_takes_all_that_is_left() -> Non
     stage = Stage()
     stage.jobs.add(HERE, (1,) * 10)
     assert stage.step(4, rows=9) == [range(2)]
-    for token in (2, 3):
-        stage.jobs.add(HERE, (token,) * 10, is_awaited=True)
-    stage.jobs.add(HERE, (4,) * 10)
+    for token, is_awaited in ((2, True), (3, True), (3, False), *((token, False) for token in range(4, 4 + MOST))):
+        stage.jobs.add(HERE, (token,) * 10, is_awaited=is_awaited)
     assert stage.step(14, rows=9) == [range(10), range(4)]
     (capture,) = stage.captures
     assert capture.request.tokens == (2,) * 10
     assert not stage.jobs.is_awaited(HERE, (2,) * 10) and stage.jobs.is_awaited(HERE, (3,) * 10)
+    assert not stage.jobs.is_awaited(Namespace("other"), (3,) * 10)
     stage.jobs.add(HERE, (1,) * 10, is_awaited=True)
     assert stage.step(20, rows=9) == [range(4, 10), range(2, 10), range(6)], "one that was begun goes on"
-    assert len(stage.jobs) == 1
+    assert len(stage.jobs) == MOST
 
 
 def test_a_tenant_with_ever_new_wishes_passes_over_no_other() -> None:
@@ -194,14 +194,15 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def lose(self) -> None:
-        self.stage.captures.clear()
         self.stage.jobs.give_up()
         self.stage.held.give_up()
+        self.stage.report()  # of what nothing is held any more
 
     @invariant()
     def everything_is_accounted_for(self) -> None:
         held, jobs = self.stage.held.block_ids, self.stage.jobs
         assert len(held) == len(set(held))
+        assert all(self.stage.held.blocks_of(one.capture_id) for one in self.stage.captures), "until all have read them"
         assert self.stage.pool.get_num_free_blocks() + len(held) + len(self.others) == BLOCKS
         counts = jobs.counts
         ended = counts["base_prefills_done"] + counts["base_prefills_dropped"]
@@ -246,6 +247,10 @@ def judged(holes: Holes = HOLES, name: str = "r") -> LiveRequest:
 def test_near_holes_are_one_and_too_many_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert judged((range(5, 6), range(6 + NEAR - 1, 12), range(59, 60))).holes == (range(5, 12), range(59, 60))
     assert judged((range(5, 6), range(6 + NEAR, 12), range(59, 60))).holes[0] == range(5, 6)
+    found = judged((range(30, 31), range(59, 60)))
+    found.exact = 20
+    found.lose(10)
+    assert found.holes == (range(10, 20), range(30, 31), range(59, 60)) and found.exact == 10, "some was evicted since"
     monkeypatch.setattr(requests, "MAX_LANES", 2)
     assert judged().holes == (range(10, 20), range(30, 42), range(59, 60))
 
@@ -307,6 +312,12 @@ def test_without_room_a_request_is_held_back_and_then_cut() -> None:
     assert queue.grant(30, 9, demand=20) == LaneBudget(0, 0)
     assert queue.lanes.holes_of(found) == (range(10, 60),)
     assert queue.grant(30, 9, demand=16) == LaneBudget(13, 3), "unless there is room meanwhile"
+    found.plan(queue.lanes.holes_of(found) or (), 0)
+    queue.lanes.admit(found)
+    queue.lanes.prefills.granted.append(lane := HeldLane([1, 2, 2], [0], range(2)))
+    assert queue.lanes.taken == LaneBudget(15, 4) and not found.holes
+    assert queue.lanes.take() == ({"r": HOLES[:-1]}, [lane]) and queue.lanes.take() == ({}, [])
+    assert queue.grant(30, 9) == LaneBudget(0, 0)
 
 
 def test_a_request_that_was_not_ready_takes_nothing() -> None:

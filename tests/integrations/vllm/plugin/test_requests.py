@@ -1,5 +1,6 @@
 """The receipt of a finished request, as it leaves vLLM; and what the workers say of a step, merged over the ranks."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kedge.cache import Copied
 from kedge.integrations.vllm.plugin.hints import read_hints
-from kedge.integrations.vllm.plugin.requests import LiveRequest, Reports, TranslationVerdict, receipt_to_dict
+from kedge.integrations.vllm.plugin.requests import LiveRequest, Orders, Reports, TranslationVerdict, receipt_to_dict
 from kedge.reuse.plan import spans_of
 from kedge.types import Miss, RequestId, ReuseMode, Source
 
@@ -70,3 +72,13 @@ def test_what_one_rank_has_to_compute_all_ranks_compute() -> None:
     dense = TranslationVerdict((range(100),), (Miss("dense", ""),))
     merged = Reports(verdicts={RequestId("r"): few}).aggregate(Reports(verdicts={RequestId("r"): dense}))
     assert merged.verdicts == {"r": TranslationVerdict((range(100),), (Miss("dense", ""),), ((1, 2),))}
+    other = TranslationVerdict(many.holes, many.misses, awaits=((3,),), ready=5)
+    assert (few.merged(other).awaits, replace(few, ready=9).merged(other).ready) == (((3,),), 5)
+
+
+def test_blocks_are_free_and_copies_have_ended_once_all_ranks_say_so() -> None:
+    mine = Reports([Copied(1, True, 0.1)], captured={7: 1, 8: 1}, computed=(5, 2.0), learning=True)
+    both = Reports([Copied(1, False)], captured={7: 1}, computed=(9, 1.0)).aggregate(mine)
+    assert both == Reports([Copied(1, False), *mine.copies], {}, {7: 2, 8: 1}, (5, 2.0), learning=True)
+    assert Reports().is_empty and not any(one.is_empty for one in (Reports(captured={7: 1}), Reports(learning=True)))
+    assert [one.is_quiet for one in (Orders(scheduled=9, rows=1), Orders(forgets=True))] == [True, False]

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.errors import LayoutUnknown
+from kedge.cache import Copy, Direction
 from kedge.integrations.vllm.plugin import worker_side
-from kedge.integrations.vllm.plugin.requests import Capture, Orders, TranslationWrite
+from kedge.integrations.vllm.plugin.requests import Capture, Orders, Reports, TranslationWrite
 from kedge.integrations.vllm.plugin.worker_side import WorkerSide, pool_views
 from kedge.reuse.costs import EngineCosts
 from kedge.reuse.learning import LearningBudget
@@ -140,25 +140,28 @@ class Resting(SlowLearner):
         (Orders(scheduled=8), 0),
         (Orders(scheduled=8, dropped=(RequestId("r"),)), 1),
         (Orders(scheduled=8, ended_runs=(GenerateRequest(()).run_key,)), 1),
+        (Orders(scheduled=8, expected=(GenerateRequest(()),)), 1),
     ],
-    ids=["quiet", "dropped", "ended"],
+    ids=["quiet", "dropped", "ended", "expected"],
 )
 def test_a_learner_at_rest_is_left_alone_until_a_step_has_something_for_it(orders: Orders, asked: int) -> None:
     side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())
     side._learner = learner = Resting(Clock())
-    learner.drop = lambda _: None
-    learner.end_run = lambda _: None
+    learner.drop = learner.end_run = learner.expect = lambda _: None
     side.begin_step()
     side.before_pass(orders)
     side.after_pass(orders)
     assert learner.asked == asked
+    found = [side.build_connector_worker_meta() for _ in range(2)]
+    assert found == [Reports() if orders.expected else None, None], "the scheduler steps on until it hears of the end"
 
 
-def test_a_prompt_that_cannot_be_captured_is_captured_and_ends_no_step() -> None:
+def test_each_copy_is_started_once_and_no_prompt_that_cannot_be_captured_ends_the_step() -> None:
     """Its blocks are given back, as vLLM ends with an error of its connector's."""
     side: Any = WorkerSide(16, 1.0, LearningBudget(is_timed=False), EngineCosts())
     side._learner = learner = SlowLearner(Clock())
-    read = list[int]()
+    read, copied = list[int](), list[Copy]()
+    side._copier = SimpleNamespace(submit=copied.append, drain=list)
 
     def capture(order: Capture) -> None:
         read.append(order.capture_id)
@@ -167,8 +170,12 @@ def test_a_prompt_that_cannot_be_captured_is_captured_and_ends_no_step() -> None
 
     learner.capture = capture  # type: ignore[attr-defined]
     captures = tuple(Capture(GenerateRequest(()), (1,), number) for number in (1, 2))
-    side.after_pass(Orders(scheduled=8, rows=1, captures=captures))
-    assert read == [1, 2] and side.build_connector_worker_meta().captured == {1: 1, 2: 1}
+    copies = [Copy(number, one, (1,), (2,)) for number, one in enumerate((Direction.LOAD, Direction.OFFLOAD))]
+    orders = Orders(scheduled=8, rows=1, captures=captures, copies=tuple(copies))
+    side.before_pass(orders)
+    assert copied == copies[:1]
+    side.after_pass(orders)
+    assert copied == copies and read == [1, 2] and side.build_connector_worker_meta().captured == {1: 1, 2: 1}
 
 
 def test_what_is_asked_of_a_rank_is_answered_once_its_device_has_done_all() -> None:
@@ -209,8 +216,3 @@ def test_no_byte_is_left_out_and_what_begins_alike_is_one_view(parts: list[tuple
     assert torch.equal(filled(views), filled(found))
     dense = {number for number, count, step in parts if step == 1 or count <= step}
     assert len([one for one in found if one[0].is_contiguous()]) == len(dense)
-
-
-def test_pages_that_do_not_count_the_blocks_are_refused() -> None:
-    with pytest.raises(LayoutUnknown, match="does not count 6 blocks"):
-        pool_views([torch.zeros(BLOCKS + 1, 4)], BLOCKS)
