@@ -194,8 +194,9 @@ def test_of_a_text_what_the_last_reader_has_left_is_held() -> None:
     for number, reader in enumerate(("one", "two", "three")):
         store.put_shared_text(RUN, text, random_kv(2, number), reader)
     assert store.shared_text(RUN, text, 2, "two") is None, "the first reader's made room"
-    found = store.shared_text(RUN, text, 2, "four")
-    assert found is not None and found.reader == "three"
+    assert store.shared_text(RUN, text, 2, "four").reader == "three"
+    store.put_shared_text(RUN, (9, *range(5)), random_kv(5, 1), "one")
+    assert store.shared_text(RUN, (9, *range(5)), 5, "two") is None, "there is no room for it"
 
 
 def test_room_for_a_template_is_no_runs_and_there_is_some() -> None:
@@ -212,5 +213,4 @@ def test_room_for_a_template_is_no_runs_and_there_is_some() -> None:
 def test_a_view_does_not_keep_the_whole_alive() -> None:
     store = BaseStore(100 * ONE)
     store.put_content(SPACE, (1,), (), random_kv(64, 1).slice(3, 4))
-    entry = store.find(RUN, SAMPLE, (1,), ())
-    assert entry.kv.keys.untyped_storage().nbytes() * 2 == ONE
+    assert store.find(RUN, SAMPLE, (1,), ()).kv.keys.untyped_storage().nbytes() * 2 == ONE

@@ -83,8 +83,7 @@ def test_error_marks_weak_tokens_and_refuses_a_bad_mean() -> None:
 def test_it_learns_the_error_at_each_distance() -> None:
     distance = torch.logspace(-2.2, 0.2, 400)
     calibration = learned(distance, distance / 2)
-    assert NONE.observations == 0
-    assert calibration.observations == 1
+    assert (NONE.observations, calibration.observations) == (0, 1)
     errors = calibration.predict(distance)
     assert (errors.diff() >= 0).all()
     assert ((errors - distance / 2).abs() <= 0.35 * distance / 2 + 0.01).all()

@@ -106,7 +106,7 @@ def test_blends_of_nothing_are_empty_and_those_of_an_earlier_version_refused() -
         stored.blend(blend)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 70_000.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 70_000.0, -70_000.0])
 def test_what_does_not_fit_is_refused_and_changes_nothing(bad: float) -> None:
     stored = table(dtype=torch.float16)
     with pytest.raises(TranslationRefused, match="does not fit"):

@@ -92,6 +92,7 @@ def test_the_session_that_a_client_gives_vllm_counts_for_any_prompt() -> None:
         engine.admit(asked)
         engine.end(asked.request_id)
     assert [key.name for key in engine.sessions.ledger.tracker._sessions] == ["mine"], "b continues it"
+    assert engine.owned() == 5, "what it has left behind is not its own"
 
 
 def test_what_is_cached_of_a_waiting_request_goes_last() -> None:
