@@ -15,6 +15,12 @@ from kedge.workflow.steps import NextRun
 from tests.policies.sessions.test_links import HERE, THERE, chain
 
 
+@pytest.fixture
+def ledger() -> SessionLedger:
+    """A ledger whose clock stands still."""
+    return SessionLedger(100, lambda: 0.0)
+
+
 def test_the_hints_of_a_request_name_its_agent_in_all_runs_and_in_this_one() -> None:
     turn = TurnHints("s", "p", 2.5, True, 60.0, {"other": 1.0})
     request = GenerateRequest((Segment((1, 2), "p0"),), tenant="t", workflow="w", run="r", agent="a", turn=turn)
@@ -25,8 +31,7 @@ def test_the_hints_of_a_request_name_its_agent_in_all_runs_and_in_this_one() -> 
     assert SessionHints.of(GenerateRequest((Segment((1,), "p0"),))) == SessionHints()
 
 
-def test_a_request_says_how_long_its_session_is_kept_and_which_others_are_needed() -> None:
-    ledger = SessionLedger(100, lambda: 0.0)
+def test_a_request_says_how_long_its_session_is_kept_and_which_others_are_needed(ledger: SessionLedger) -> None:
     waiting, done = (ledger.arrive(HERE, chain(number), SessionHints(str(number))) for number in (1, 2))
     ledger.answered(waiting, chain(1, 3))
     ledger.answered(done, chain(2, 3), TurnEnd(returns_in=7.0))
@@ -40,8 +45,7 @@ def test_a_request_says_how_long_its_session_is_kept_and_which_others_are_needed
     assert done.session not in ledger.advance().steps, "nobody ranks another tenant's sessions"
 
 
-def test_what_a_request_says_of_its_end_counts_unless_the_engine_knows_better() -> None:
-    ledger = SessionLedger(100, lambda: 0.0)
+def test_what_a_request_says_of_its_end_counts_unless_the_engine_knows_better(ledger: SessionLedger) -> None:
     turns = [ledger.arrive(HERE, chain(at), SessionHints(f"s{at}", returns_in=5.0)) for at in range(2)]
     last = ledger.arrive(HERE, chain(2), SessionHints("s2", is_last=True))
     ledger.answered(turns[0], chain(0, 10))
@@ -62,16 +66,14 @@ def served(ledger: SessionLedger, blocks: list[int], hints: SessionHints = WRITE
     return turn.session
 
 
-def test_what_varies_behind_a_fixed_prompt_is_not_expected_again() -> None:
-    ledger = SessionLedger(100, lambda: 0.0)
+def test_what_varies_behind_a_fixed_prompt_is_not_expected_again(ledger: SessionLedger) -> None:
     ledger.on_forecast({AGENT: (3.0, 1.0)})
     for call in range(3):
         key = served(ledger, [1, 2, 100 + call])
         assert ledger.advance().steps[key] is None and not ledger.expects(key)
 
 
-def test_an_agent_whose_prompts_grow_returns_when_its_forecast_says() -> None:
-    ledger = SessionLedger(100, lambda: 0.0)
+def test_an_agent_whose_prompts_grow_returns_when_its_forecast_says(ledger: SessionLedger) -> None:
     ledger.on_forecast({AGENT: (3.0, 1.0)})
     served(ledger, [1])
     key = served(ledger, [1, 2])
@@ -84,8 +86,7 @@ def test_an_agent_whose_prompts_grow_returns_when_its_forecast_says() -> None:
     assert not (ledger._places or ledger._agents or ledger._sessions), "nothing is left behind"
 
 
-def test_a_session_is_that_of_the_run_that_it_was_last_seen_in() -> None:
-    ledger = SessionLedger(100, lambda: 0.0)
+def test_a_session_is_that_of_the_run_that_it_was_last_seen_in(ledger: SessionLedger) -> None:
     first, last = (AgentKey(HERE, "", run, "writer") for run in ("first", "last"))
     for agent in (first, last):
         ledger.on_forecast({agent: NextRun(3.0)})
@@ -111,8 +112,7 @@ def test_without_a_forecast_the_rank_counts_in_steps_of_the_observed_pace() -> N
     assert ledger.advance().steps[key] == (pytest.approx(ledger.tracker.rank(key) / 10, rel=0.01), 1.0)
 
 
-def test_who_waits_goes_before_all_that_are_idle_and_by_place() -> None:
-    ledger = SessionLedger(100, lambda: 0.0)
+def test_who_waits_goes_before_all_that_are_idle_and_by_place(ledger: SessionLedger) -> None:
     idle = served(ledger, [1], SessionHints())
     first, last = (ledger.arrive(HERE, chain(number)) for number in (2, 3))
 
@@ -163,8 +163,12 @@ class Desk:
 MINE = SessionHints("mine")
 
 
-def test_an_idle_session_goes_first_or_is_kept_from_now_on() -> None:
-    desk = Desk()
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_an_idle_session_goes_first_or_is_kept_from_now_on(desk: Desk) -> None:
     key = desk.turn(MINE)
     desk.now = 100.0
     usual = desk.step(key)
@@ -178,8 +182,7 @@ def test_an_idle_session_goes_first_or_is_kept_from_now_on() -> None:
     assert desk.step(key) > 10 * kept
 
 
-def test_what_stands_counts_after_every_answer_unless_the_request_says_otherwise() -> None:
-    desk = Desk()
+def test_what_stands_counts_after_every_answer_unless_the_request_says_otherwise(desk: Desk) -> None:
     assert desk.say(session="mine", keep_for=0.0) == {"keep_for": DEFERRED}, "it is not known yet"
     assert desk.step(desk.turn(MINE)) == math.inf
     assert desk.step(desk.turn(MINE)) == math.inf
@@ -187,8 +190,7 @@ def test_what_stands_counts_after_every_answer_unless_the_request_says_otherwise
     assert desk.step(desk.turn(MINE)) == math.inf
 
 
-def test_a_session_in_flight_takes_it_with_its_answer_and_a_time_of_return_once() -> None:
-    desk = Desk()
+def test_a_session_in_flight_takes_it_with_its_answer_and_a_time_of_return_once(desk: Desk) -> None:
     turn = desk.arrive(MINE)
     assert desk.say(session="mine", keep_for=0.0, returns_in=3.0) == {"keep_for": DEFERRED, "returns_in": DEFERRED}
     assert desk.step(turn.session) == 0.0
@@ -197,8 +199,7 @@ def test_a_session_in_flight_takes_it_with_its_answer_and_a_time_of_return_once(
     assert desk.step(desk.turn(MINE)) == math.inf
 
 
-def test_a_session_ends_at_once_or_with_the_request_in_flight() -> None:
-    desk = Desk()
+def test_a_session_ends_at_once_or_with_the_request_in_flight(desk: Desk) -> None:
     key = desk.turn(MINE)
     assert desk.say(session="mine", is_last=True, keep_for=3.0) == {"keep_for": REJECTED, "final": APPLIED}
     assert desk.say(session="mine", is_last=True) == {"final": REJECTED}
@@ -210,8 +211,7 @@ def test_a_session_ends_at_once_or_with_the_request_in_flight() -> None:
         assert desk.ledger.advance().steps[key] is None
 
 
-def test_other_sessions_are_expected_where_they_are_idle() -> None:
-    desk = Desk()
+def test_other_sessions_are_expected_where_they_are_idle(desk: Desk) -> None:
     key, running = desk.turn(MINE), desk.arrive(SessionHints("busy"))
     expects = {"mine": 4.0, "busy": 1.0, "new": 2.0}
     assert desk.say(expects=expects) == {"expects mine": APPLIED, "expects busy": REJECTED, "expects new": REJECTED}
@@ -222,8 +222,7 @@ def test_other_sessions_are_expected_where_they_are_idle() -> None:
     assert desk.step(key) < math.inf
 
 
-def test_nobody_speaks_for_another_tenant_or_for_nobody() -> None:
-    desk = Desk()
+def test_nobody_speaks_for_another_tenant_or_for_nobody(desk: Desk) -> None:
     key = desk.turn(MINE)
     before = desk.step(key)
     assert desk.say(THERE, session="mine", keep_for=0.0) == {"keep_for": DEFERRED}
@@ -235,8 +234,7 @@ def test_nobody_speaks_for_another_tenant_or_for_nobody() -> None:
     assert desk.step(key) == before
 
 
-def test_every_outcome_has_a_reason() -> None:
-    desk = Desk()
+def test_every_outcome_has_a_reason(desk: Desk) -> None:
     desk.turn(MINE)
     said = TurnHints("other", keep_for=1.0), TurnHints(keep_for=1.0, expects={"gone": 1.0})
     assert [one.reason for each in said for one in desk.ledger.advise(HERE, each)] == [LATER, NAMELESS, UNKNOWN]
@@ -245,8 +243,7 @@ def test_every_outcome_has_a_reason() -> None:
     assert [(one.action_id, one.reason) for one in refused(said[0], NO_SESSIONS)] == [("keep_for", NO_SESSIONS)]
 
 
-def test_where_the_forecast_of_its_agent_decides_that_is_said() -> None:
-    desk = Desk()
+def test_where_the_forecast_of_its_agent_decides_that_is_said(desk: Desk) -> None:
     agent = AgentKey(HERE, "", "r", "a")
     mine = SessionHints("mine", flow=FLOW, agent=agent)
     desk.turn(mine)
@@ -261,8 +258,7 @@ def test_where_the_forecast_of_its_agent_decides_that_is_said() -> None:
     assert expected == ActionOutcome("expects", held.reason, DEFERRED, "mine")
 
 
-def test_no_tenant_s_hints_push_out_those_of_others() -> None:
-    desk = Desk()
+def test_no_tenant_s_hints_push_out_those_of_others(desk: Desk) -> None:
     desk.ledger._standing._limit = 3
     key = desk.turn(MINE)
     desk.say(session="mine", keep_for=0.0)
