@@ -53,7 +53,7 @@ def test_the_start_of_a_response_is_found_as_far_as_it_was_run_and_named_apart()
 def test_a_response_serves_any_part_of_it_whatever_its_last_token_is() -> None:
     store, kv, answer = BaseStore(100 * ONE), random_kv(8, 1), (0, 1, 2, 2, 3, 1, 2, 4, 7)
     store.put_sample(RUN, SAMPLE, answer, kv)
-    parts = {(2, 3, 1, 2): (3, 7), (1, 2, 4, 7): (5, 8), (1, 2, 9): (1, 3), (4, 7): (7, 8)}
+    parts = {(2, 3, 1, 2): (3, 7), (1, 2, 4, 7): (5, 8), (1, 2, 4): (5, 8), (1, 2, 9): (1, 3), (4, 7): (7, 8)}
     for value, part in parts.items():
         found = store.find(RUN, SAMPLE, value, ())
         assert found.tokens == answer[slice(*part)] and torch.equal(found.kv.keys, kv.keys[:, slice(*part)])

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kedge.discovery import Discovery, Found, discovery, token_bytes
+from kedge.discovery import Discovery, Found, discovery
 from kedge.discovery.bounds import MAX_BYTES, MAX_LOOKED_AT
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.known_texts import KnownText, KnownTexts
 from kedge.discovery.templates import PromptTemplate, Slot
+from kedge.structures import token_bytes
 from kedge.structures.bounded import ENTRIES
 from kedge.structures.prefixes import chain_of
 from kedge.types import AgentId, GenerateRequest, RequestId, SampleId, Tokens, ValueKind, WorkflowId
@@ -126,17 +127,19 @@ def test_a_question_that_answers_repeat_is_no_part_of_them() -> None:
     assert solved.segments[1].sample == asked.segments[1].sample == judged.segments[1].sample
 
 
-def test_what_all_answers_say_is_fixed_text_where_prompts_ask_for_it() -> None:
-    team, form = Team(Discovery()), words("form", 20)
+@pytest.mark.parametrize("varies", [False, True])
+def test_what_answers_repeat_of_prompts_is_fixed_text_there(varies: bool) -> None:
+    team, form = Team(Discovery()), words("form", 40)
     for number in range(8):
-        question, answer = words(("q", number), 60), (*words(("a", number), 30), *form, *words(("b", number), 9))
+        question, said = words(("q", number), 60), form[number:][:20] if varies else form[:20]
+        answer = (*words(("a", number), 30), *said, *words(("b", number), 9))
         solved = team.ask(team.solver(question), answer)
         judged = team.ask((*team.judge(question, answer), *form, number))
         asked = team.ask((*words("reader", 50), *question, *words("use", 4), *form, number))
     assert solved and judged and asked
     assert judged.segments[3].tokens == answer and judged.segments[3].sample == solved.produces
-    assert [len(one.tokens) for one in judged.segments[4:]] == [7 + 20, 1]
-    assert [len(one.tokens) for one in asked.segments] == [50, 60, 4 + 20, 1]
+    assert [len(one.tokens) for one in judged.segments[4:]] == [7 + 40, 1]
+    assert [len(one.tokens) for one in asked.segments] == [50, 60, 4 + 40, 1]
 
 
 def test_names_and_contexts_stay_when_others_join() -> None:

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.discovery import known_texts, token_bytes
+from kedge.discovery import known_texts
 from kedge.discovery.known_texts import AnswerIndex, KnownText, KnownTexts
 from kedge.discovery.templates import Occurrence
-from kedge.discovery.token_bytes import pack, unpack
+from kedge.structures import token_bytes
+from kedge.structures.token_bytes import pack, unpack
 from kedge.types import SampleId, Tokens, ValueKind
 from tests.discovery.teams import words
 
@@ -65,6 +66,15 @@ def test_an_answer_is_known_in_a_value_whose_ends_a_tokenizer_has_joined(head: T
         part = (len(head), len(value) - len(tail), SAMPLE) if is_known else None
         assert texts.index.quoted(pack(value)) == part
     assert texts.index.quoted(pack(range(20))) is texts.index.quoted(b"") is None
+
+
+def test_a_part_that_several_answers_have_tells_of_none() -> None:
+    texts, part = KnownTexts(), words("verdict", 20)
+    for number in range(2):
+        texts.put(known(*words(number, 20), *part, sample=sample(str(number))))
+        found = texts.quoted(pack((7, *part)), is_answer=True)
+        assert found == ((1, 21, sample("0")) if number == 0 else None)
+    assert texts.quoted(pack(part), is_answer=False) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(8, 40), st.booleans()), max_size=60))

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kedge.discovery import token_bytes
 from kedge.discovery.bounds import MAX_LOOKED_AT
 from kedge.discovery.templates import Example, Occurrence, PromptTemplate, Slot, learn
+from kedge.structures import token_bytes
 from kedge.types import Tokens
 
 HEAD, MIDDLE, END = tuple(range(100, 120)), tuple(range(200, 212)), tuple(range(300, 304))

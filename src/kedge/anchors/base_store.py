@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kedge.errors import ConfigError, PlanError
 from kedge.kv.segment import KVSegment
+from kedge.structures import token_bytes
 from kedge.types import Namespace, RunKey, SampleId, TenantId, Tokens
 
 logger = logging.getLogger(__name__)
@@ -313,12 +314,10 @@ def _part_of(stored: StoredBase, tokens: Tokens) -> slice | None:
     """Return which of the tokens with stored KV are a value's, wherever they begin: all of it, or all but its last one.
     A prompt may have a part of an answer only, and its tokenizer may have joined the ends with other text.
     """
-    known, start = stored.tokens[: stored.parts[0].tokens], -1
-    for _ in range(known.count(tokens[0])):
-        start = known.index(tokens[0], start + 1)
-        for stop in (start + len(tokens), start + max(1, len(tokens) - 1)):
-            if known[start:stop] == tokens[: stop - start]:
-                return slice(start, stop)
+    known = token_bytes.pack(stored.tokens[: stored.parts[0].tokens])
+    for wanted in (tokens, tokens[:-1] or tokens):
+        if (start := token_bytes.find(known, token_bytes.pack(wanted))) >= 0:
+            return slice(start, start + len(wanted))
     return None
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 
-from kedge.discovery import bounds, token_bytes
+from kedge.discovery import bounds
 from kedge.discovery.bounds import EXAMPLES, MAX_AGENTS, MAX_BYTES, MAX_LOOKED_AT, MAX_OF_ONE, MAX_VALUES, SHORT
 from kedge.discovery.found_agents import BLOCK_TOKENS, LEAST_SHARE, FoundAgent, FoundAgents, grouped
 from kedge.discovery.known_texts import KnownText, KnownTexts, Quoted
@@ -14,6 +14,7 @@ from kedge.discovery.report import PlainTotals, Served
 from kedge.discovery.runs import FoundRun, FoundRuns, TextsOfRuns
 from kedge.discovery.templates import Example, Filled, Occurrence, PromptTemplate, Slot, answers_of, is_answer, learn
 from kedge.policies.fixed_prompts import MAX_BLOCKS, SharedHeads
+from kedge.structures import token_bytes
 from kedge.structures.bounded import BoundedDict
 from kedge.structures.prefixes import chain_of
 from kedge.types import AgentId, RequestId, RunId, SampleId, Segment, ValueKind, WorkflowId
@@ -275,7 +276,8 @@ class Discovery:
     def _found(self, request_id: RequestId, asked: _Request, filled: Sequence[Filled], now: float) -> Found:
         agent = asked.agent
         assert agent is not None
-        values = [(one, self._quoted_by(one.slot.label, _value(asked.prompt, one))) for one in filled]
+        quoted = (self.texts.quoted(_value(asked.prompt, one), is_answer=is_answer(one.slot.label)) for one in filled)
+        values = list(zip(filled, quoted, strict=True))
         shared = sum(self._keep_value(asked.prompt, *one) for one in values)
         if self._answers_of(agent) in self._labels:
             asked.produces = _answer_of(agent.id, request_id)
@@ -302,9 +304,7 @@ class Discovery:
         yield from self.texts.index.find(token_bytes.cut(asked.prompt, common, filled[0].start))
 
     def _keep_value(self, prompt: bytes, filled: Filled, quoted: Quoted | None) -> int:
-        """Take note of a value that is read. Returns how many of its tokens others had or read before, 0 where they are
-        too few to identify a text.
-        """
+        """Take note of a value that is read. Returns how many of its tokens are known, 0 for too few."""
         value, label = _value(prompt, filled), filled.slot.label
         size = quoted.stop - quoted.start if quoted else token_bytes.size(value)
         is_known = quoted is not None or hash(value) in self._read
@@ -312,14 +312,8 @@ class Discovery:
         self.texts.put(KnownText(value, (lambda: label,)))
         return size if is_known and size >= bounds.LEAST_TOKENS else 0
 
-    def _quoted_by(self, label: str, value: bytes) -> Quoted | None:
-        """Return which tokens of a value are an answer's; parts are looked for in slots of answers only."""
-        return self.texts.quoted(value) if is_answer(label) else self.texts.index.quoted(value)
-
     def _segments(self, prompt: bytes, values: Sequence[tuple[Filled, Quoted | None]]) -> tuple[Segment, ...]:
-        """Return a prompt in segments, in which a label that comes again has its number. What stands before an answer
-        in its slot, as the tokenizer has joined it with the text around, is a value of its own.
-        """
+        """Return a prompt in segments. A label that comes again has its number; what is before an answer is a value."""
         self._use_labels(token_bytes.cut(prompt, 0, values[0][0].start), [one.slot for one, _ in values])
         segments, at, names, tokens = [], 0, set[str](), token_bytes.unpack(prompt)
         for number, (one, quoted) in enumerate(values):

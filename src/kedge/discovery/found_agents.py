@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Self
 
-from kedge.discovery import token_bytes
 from kedge.discovery.bounds import MAX_AGENTS, MAX_OF_ONE
 from kedge.discovery.templates import Filled, PromptTemplate, agent_of
+from kedge.structures import token_bytes
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentId, WorkflowId
 

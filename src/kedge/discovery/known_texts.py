@@ -1,15 +1,15 @@
 """Texts that may be read again, such as answers and what fills slots, found by content or inside longer texts."""
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple, Self
 
-from kedge.discovery import token_bytes
 from kedge.discovery.bounds import LEAST_TOKENS, MAX_BYTES, MAX_LOOKED_AT
 from kedge.discovery.found_agents import BLOCK_TOKENS
 from kedge.discovery.templates import Occurrence
+from kedge.structures import token_bytes
 from kedge.structures.bounded import BoundedDict
 from kedge.types import SampleId
 
@@ -22,7 +22,7 @@ MAX_SEARCHED = 8192
 
 
 _ENDS = (LOOSE, LOOSE - 1, LOOSE + 1, 0)
-"""Tokens before and behind the middle of an answer in a value; first as many as the answer has"""
+"""How many tokens of a value are before, or behind, the middle of an answer; tried in this order"""
 
 
 class Quoted(NamedTuple):
@@ -67,8 +67,7 @@ class AnswerIndex:
         text at their ends.
         """
         start, inner = _middle(answer)
-        _, sample = self._answers.get(start, {}).get(inner, (b"", None))
-        return sample
+        return self._answers.get(start, {}).get(inner, (b"", None))[1]
 
     def quoted(self, value: bytes) -> Quoted | None:
         """Return which tokens of a packed value are a whole answer: all but those that a tokenizer has joined with
@@ -156,45 +155,40 @@ class KnownTexts:
         while self.nbytes > MAX_BYTES:
             self._drop(self._texts.popitem(last=False)[1])
 
-    def quoted(self, value: bytes) -> Quoted | None:
-        """Return which tokens of a packed value that fills an answer's slot are one of the last answers, or a part of
-        it: what follows its reasoning, its code, its beginning.
+    def quoted(self, value: bytes, *, is_answer: bool) -> Quoted | None:
+        """Return which tokens of a packed value are an answer. Where a value should be one (`is_answer`), they may be a
+        part of one of the last answers, and of no other: what follows its reasoning, its code, its beginning.
         """
-        if whole := self.index.quoted(value):
+        size, whole = token_bytes.size(value), self.index.quoted(value)
+        if whole or not is_answer or size < BLOCK_TOKENS:
             return whole
-        size = token_bytes.size(value)
-        inner = token_bytes.cut(value, LOOSE + 1, size - LOOSE)
-        for text in self._last_answers() if size >= BLOCK_TOKENS else ():
+        inner, found = token_bytes.cut(value, LOOSE + 1, size - LOOSE), list[Quoted]()
+        for text in self._last_answers():
             if (at := token_bytes.find(text.tokens, inner)) >= 0 and text.sample:
-                start, stop = _around(value, LOOSE + 1, text.tokens, at)
-                return Quoted(start, stop, text.sample) if stop >= size - 1 else None
-        return None
+                found.append(Quoted(*_around(value, LOOSE + 1, text.tokens, at), text.sample))
+        return found[0] if len(found) == 1 and found[0].stop >= size - 1 else None
 
     def find(self, prompt: bytes, start: int) -> tuple[Occurrence, ...]:
         """Return where texts with a label occur in a packed prompt from token `start` on: whole ones, of these the
         longest first, then parts of answers.
 
         They do not overlap, and are ordered by position. Of texts with one label parts count only where none is there
-        as a whole, and the longest of them: agents say some things in all their answers. O(prompt + texts).
+        as a whole, and the longest of them: agents say some things in all their answers. O(prompt x texts), at the
+        speed of memory.
         """
         found: list[Occurrence] = []
-        for one in sorted(self._wholes(prompt, start), key=_by_size):
-            if _is_apart(one, found):
-                found.append(one)
-        for one in sorted(self._parts(prompt, start), key=_by_size):
-            if _is_apart(one, found) and all(one.label != other.label for other in found):
-                found.append(one)
+        for texts in (self._wholes(prompt, start), self._parts(prompt, start)):
+            for one in sorted(texts, key=lambda one: one.start - one.stop):
+                is_told = one.is_part and any(one.label == other.label for other in found)
+                if not is_told and all(one.stop <= other.start or other.stop <= one.start for other in found):
+                    found.append(one)
         return tuple(sorted(found))
 
     def _wholes(self, prompt: bytes, start: int) -> Iterator[Occurrence]:
         """Yield where texts, but for their ends, are in a prompt first."""
-        places = defaultdict[bytes, list[int]](list)
-        for at in range(start + LOOSE, token_bytes.size(prompt)):
-            places[token_bytes.cut(prompt, at, at + START)].append(at)
         for text in self._texts.values():
-            first, inner = _middle(text.tokens)
-            ats = (at for at in places.get(first, ()) if prompt.startswith(inner, at * token_bytes.WIDTH))
-            if (place := next(ats, -1)) >= 0 and (label := text.label):
+            place = token_bytes.find(prompt, _middle(text.tokens)[1], start + LOOSE)
+            if place >= 0 and (label := text.label):
                 yield Occurrence(*_around(prompt, place, text.tokens, LOOSE), label)
 
     def _parts(self, prompt: bytes, start: int) -> Iterator[Occurrence]:
@@ -202,10 +196,13 @@ class KnownTexts:
         stop = token_bytes.size(prompt) - LEAST_TOKENS + 1
         places = {token_bytes.cut(prompt, at, at + LEAST_TOKENS): at for at in range(start, stop)}
         for text in self._last_answers():
-            ats = range(0, token_bytes.size(text.tokens) - LEAST_TOKENS + 1, LEAST_TOKENS)
-            pairs = ((places.get(token_bytes.cut(text.tokens, at, at + LEAST_TOKENS)), at) for at in ats)
-            parts = [_around(prompt, place, text.tokens, at) for place, at in pairs if place is not None]
-            first, last = max(parts, key=lambda part: part[1] - part[0], default=(0, 0))
+            first = last = end = 0
+            for at in range(0, token_bytes.size(text.tokens) - LEAST_TOKENS + 1, LEAST_TOKENS):
+                place = places.get(token_bytes.cut(text.tokens, at, at + LEAST_TOKENS))
+                if place is not None and at >= end:  # else it is in the part before
+                    part = _around(prompt, place, text.tokens, at)
+                    end = at + part[1] - place
+                    first, last = max((first, last), part, key=lambda one: one[1] - one[0])
             if last - first >= BLOCK_TOKENS and (label := text.label):
                 yield Occurrence(max(first, start), last, label, is_part=True)
 
@@ -218,16 +215,10 @@ class KnownTexts:
             self.index.drop(text.tokens, text.sample)
 
 
-def _by_size(one: Occurrence) -> int:
-    return one.start - one.stop
-
-
-def _is_apart(one: Occurrence, found: Iterable[Occurrence]) -> bool:
-    return all(one.stop <= other.start or other.stop <= one.start for other in found)
-
-
 def _around(text: bytes, at: int, other: bytes, place: int) -> tuple[int, int]:
     """Return which tokens around number `at` of a text are also around number `place` of another."""
-    before = token_bytes.common_tail([token_bytes.cut(text, 0, at), token_bytes.cut(other, 0, place)])
-    behind = token_bytes.common_head([text[at * token_bytes.WIDTH :], other[place * token_bytes.WIDTH :]])
+    back, ahead = min(at, place), min(token_bytes.size(text) - at, token_bytes.size(other) - place)
+    pairs = (text, at), (other, place)
+    before = token_bytes.common_tail([token_bytes.cut(one, here - back, here) for one, here in pairs])
+    behind = token_bytes.common_head([token_bytes.cut(one, here, here + ahead) for one, here in pairs])
     return at - before, at + behind

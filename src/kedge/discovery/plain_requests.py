@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from kedge.discovery import token_bytes
 from kedge.discovery.bounds import MAX_LOOKED_AT
 from kedge.discovery.discovery import Discovery, Found
 from kedge.discovery.report import PlainTotals, Served, find_waste
 from kedge.discovery.runs import FoundRun
 from kedge.settings import DiscoveryMode, DiscoverySettings
+from kedge.structures import token_bytes
 from kedge.structures.bounded import BoundedDict
 from kedge.types import AgentKey, GenerateRequest, Namespace, RequestId, ReuseMode, RunKey, Tokens, WorkflowId
 from kedge.workflow.forecast import ForecastBoard

@@ -8,10 +8,10 @@ from functools import lru_cache
 from heapq import nsmallest
 from typing import Any, NamedTuple, Self
 
-from kedge.discovery import token_bytes
 from kedge.discovery.bounds import MAX_LOOKED_AT, MAX_OF_ONE, SHORT
 from kedge.discovery.found_agents import FoundAgent
 from kedge.discovery.templates import Slot
+from kedge.structures import token_bytes
 from kedge.types import Receipt
 
 OTHERS = "other reasons"

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from kedge.discovery import token_bytes
 from kedge.discovery.bounds import LEAST_TOKENS, MAX_LOOKED_AT
+from kedge.structures import token_bytes
 
 _ANSWER = "answer."
 """What the labels of answers begin with"""
@@ -100,11 +100,12 @@ class PromptTemplate:
 
 def learn(examples: Sequence[Example]) -> PromptTemplate | None:
     """Return the template that examples follow; None where they are equal or begin with nothing in common."""
+    told = [[one for one in each.known if not _is_fixed(one, each.prompt, examples)] for each in examples]
+    examples = [Example(each.prompt, tuple(its)) for each, its in zip(examples, told, strict=True)]
     sequences = [[one.label for one in example.known] for example in examples]
     in_all = [one for one in sequences[0] if all(each.count(one) == 1 for each in sequences)]
     orders = [[one for one in each if one in in_all] for each in sequences]
     labels = [label for at, label in enumerate(in_all) if all(order[at] == label for order in orders)]
-    labels = [label for label in labels if not _is_fixed(label, examples)]
     rows = [_split(example, labels) for example in examples]
     parts, room = list[_Part](), iter(range(MAX_LOOKED_AT))
     for column in zip(*rows, strict=True):
@@ -118,11 +119,10 @@ def learn(examples: Sequence[Example]) -> PromptTemplate | None:
     return PromptTemplate(head, tuple(replace(slot, after=after[at]) for at, slot in enumerate(slots)))
 
 
-def _is_fixed(label: str, examples: Iterable[Example]) -> bool:
-    """Return whether all prompts have the same part of answers: then answers repeat what prompts say."""
-    known = ((one, each.prompt) for each in examples for one in each.known if one.label == label)
-    texts = {(one.is_part, token_bytes.cut(prompt, one.start, one.stop)) for one, prompt in known}
-    return len(texts) == 1 and texts.pop()[0]
+def _is_fixed(one: Occurrence, prompt: bytes, examples: Iterable[Example]) -> bool:
+    """Return whether all examples have a part of an answer: there answers repeat what prompts say."""
+    part = token_bytes.cut(prompt, one.start, one.stop)
+    return one.is_part and all(token_bytes.find(each.prompt, part) >= 0 for each in examples)
 
 
 _Part = bytes | Slot
