@@ -76,6 +76,7 @@ class LiveRequest:
     """Positions between them: some of its blocks hold translated KV there, or will"""
     translated: Holes = ()
     """Positions whose KV was translated when it was admitted"""
+    captured: bool = False
 
     @property
     def request_id(self) -> RequestId:

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from vllm.reasoning import ReasoningParser
@@ -159,7 +160,7 @@ class Translations:
         """Order the translation of an admitted request before this step's pass."""
         live.translated = live.written
         self.lanes.admit(live)
-        if live.verdict and live.verdict.misses != (NOT_WORTH_IT,):  # else nothing in it is worth keeping for others
+        if live.verdict and not live.captured and live.verdict.misses != (NOT_WORTH_IT,):  # worth something to others
             self._prefilled[live.request_id] = live
         if live.written:
             self._orders.writes += (TranslationWrite(live.request_id, blocks, live.written),)
@@ -167,7 +168,9 @@ class Translations:
             self._orders.dropped += (live.request_id,)
 
     def on_finish(self, live: LiveRequest, block_ids: list[int]) -> None:
-        """Order the capture of a response that others read, as far as it was run; its blocks are held until then."""
+        """Order the capture of an answer that others read, without its reasoning, as far as it was run. Its blocks are
+        held until then.
+        """
         if live.is_pending or live.verdict:
             self._orders.dropped += (live.request_id,)
         self._prefilled.pop(live.request_id, None)
@@ -187,10 +190,10 @@ class Translations:
         """Return what an answer says once its reasoning is over, which others do not read; all of it where vLLM's
         parser cannot tell.
         """
-        try:
-            said = tuple(self.reasoner.extract_content_ids(list(answer))) if self.reasoner else ()
-        except NotImplementedError:  # as that of gpt-oss
-            said = ()
+        said: Tokens = ()
+        if self.reasoner:
+            with suppress(NotImplementedError):  # as that of gpt-oss
+                said = tuple(self.reasoner.extract_content_ids(list(answer)))
         return said if said and answer[-len(said) :] == said else answer
 
     def forget(self) -> None:
@@ -216,6 +219,7 @@ class Translations:
             scheduled = output.num_scheduled_tokens.get(request_id, 0)
             if scheduled and live.request.num_computed_tokens + scheduled >= live.request.num_prompt_tokens:
                 del self._prefilled[request_id]
+                live.captured = True
                 blocks = self._block_ids(request_id)[0]
                 held, is_translated = self.held.hold(blocks), bool(live.translated)
                 self._completed[-1].append(Capture(live.asked, tuple(blocks), held, is_translated=is_translated))
