@@ -121,6 +121,19 @@ def test_the_sign_of_a_broken_character_is_streamed_as_any_other() -> None:
     assert "".join(map(stream.push, TOKENIZERS["byte level"].encode(text))) == text
 
 
+@pytest.mark.parametrize(("name", "token"), [("byte level", None), ("prepend", "<0x80>")])
+def test_tokens_without_text_that_come_without_end_are_not_decoded(
+    name: str, token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = TOKENIZERS[name]
+    number = tokenizer.inner.convert_tokens_to_ids(token or tokenizer.inner.eos_token)
+    stream = TextStream(tokenizer, ())
+    with monkeypatch.context() as patch:
+        patch.setattr(type(tokenizer), "decode", None)
+        assert {stream.push(number) for _ in range(99)} == {""}
+    assert stream.flush() == tokenizer.decode((number,) * 99)
+
+
 def delta(number: int) -> TokenDelta:
     return TokenDelta(str(number), (number,))
 

@@ -562,7 +562,7 @@ class AgainstTheTwin(RuleBasedStateMachine):
         super().__init__()
         self.queue: FairQueue[str] = FairQueue(lambda item: self.twin.missing[item])
         self.twin = Twin()
-        self.numbers, self.versions = count(), count()
+        self.numbers, self.versions, self.told = count(), count(), list[str]()
 
     @rule(tenant=st.sampled_from(TENANTS), cost=COSTS, is_first=st.sampled_from([False, False, True]))
     def push(self, tenant: str, cost: int, is_first: bool) -> None:
@@ -600,6 +600,8 @@ class AgainstTheTwin(RuleBasedStateMachine):
             self.twin.missing = {item: data.draw(shares) for item, *_ in self.twin.waiting}
         is_new = self.queue.arrange(next(self.versions), overloaded)
         assert is_new or list(self.queue) == before
+        assert is_new or not overloaded or list(self.queue) == self.told
+        self.told = list(self.queue) if overloaded else []
 
     @rule(tenant=st.sampled_from(TENANTS), tokens=COSTS)
     def charge(self, tenant: str, tokens: int) -> None:

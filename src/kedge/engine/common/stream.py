@@ -110,8 +110,12 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
+        if not self._tokenizer.plain((token,)):
+            return ""  # a special token has no text, and may come without end
         self._tokens.append(token)
-        more, is_whole = self._more(), self._is_whole(token)
+        if not ((is_whole := self._is_whole(token)) or self._stop):
+            return ""  # bytes may come without end as well, and only a stop string has to be found in them
+        more = self._more()
         if not self._cut(more) and more and is_whole:
             self._held += more
             self._tokens, self._known = self._tokens[self._known :], len(self._tokens) - self._known

@@ -48,7 +48,7 @@ class Spelling:
             return self._added[token].encode()
         text = self._raw.id_to_token(token) or ""
         if self._is_byte_level:
-            return bytes(_BYTES[character] for character in text)
+            return b"".join(bytes([_BYTES[one]]) if one in _BYTES else one.encode() for one in text)
         if found := _BYTE.fullmatch(text):
             return bytes.fromhex(found[1])
         return text.replace(_SPACE, " ").encode()

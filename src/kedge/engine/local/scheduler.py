@@ -111,8 +111,8 @@ class FairQueue(Generic[T]):
         order, see `ServiceOrder.order`. Returns whether any of them is another one now.
         """
         orders = {tenant: queue.order(version, overloaded) for tenant, queue in self._queues.items()}
-        is_new, self._arranged = orders != self._arranged, orders
-        return is_new
+        before, self._arranged = self._arranged, orders if overloaded else {}  # else they are lists that change
+        return orders != before
 
     def charge(self, tenant: TenantId, tokens: float) -> None:
         """Charge a tenant for service beyond `take`, such as the tokens of an answer."""
