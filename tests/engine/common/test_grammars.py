@@ -1,6 +1,7 @@
 """Grammars are compiled once, and answers that share one do not share how far they have come."""
 
 import pytest
+from tokenizers import AddedToken
 
 from kedge.checks import MAX_GRAMMAR
 from kedge.engine.common.grammars import Grammars
@@ -8,7 +9,7 @@ from kedge.engine.common.model_folder import model_path
 from kedge.engine.common.tokenizer import HFTokenizer
 from kedge.errors import InvalidGrammar
 from kedge.server.openai.protocol import ChatBody
-from kedge.server.openai.tool_calls import grammar_of
+from kedge.server.openai.tool_calls import Hermes, grammar_of
 
 GRAMMAR = 'start: "abc"'
 
@@ -96,5 +97,24 @@ def test_other_long_numbers_are_taken(known: Grammars) -> None:
 )  # fmt: skip
 def test_what_is_certain_is_read_ahead_only_where_it_is_short(known: Grammars, schema: object, is_forced: bool) -> None:
     wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
-    state = known.begin(grammar_of(ChatBody.model_validate({"messages": [], "response_format": wanted}), None))
+    body = ChatBody.model_validate({"messages": [], "response_format": wanted})
+    state = known.begin(grammar_of(body, None, known._tokenizer))
     assert state and bool(state._matcher.compute_ff_tokens()) == is_forced
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_mark_of_a_call_may_be_an_added_token(choice: str) -> None:
+    """As in the tokenizers of Qwen: llguidance takes it for a special one, whatever the tokenizer says."""
+    tokenizer = HFTokenizer.load(model_path(None))
+    tokenizer.inner.add_tokens(
+        [AddedToken(one, special=False, normalized=False) for one in (Hermes.OPEN, Hermes.CLOSE)]
+    )
+    known = Grammars(tokenizer, {tokenizer.inner.eos_token_id}, len(tokenizer.inner))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
+    body = ChatBody.model_validate({"messages": [], "tools": [tool], "tool_choice": choice})
+    for arguments, conforms in (('{"a": 1}', True), ('{"b": 1}', False)):
+        state = known.begin(grammar_of(body, "hermes", tokenizer))
+        text = f'{Hermes.OPEN}\n{{"name": "f", "arguments": {arguments}}}\n{Hermes.CLOSE}'
+        call = tokenizer.encode(text, special=False)
+        assert state and (state._matcher.validate_tokens(call) == len(call)) == conforms

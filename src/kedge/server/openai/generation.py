@@ -69,7 +69,7 @@ async def answer(given: CallBody, writer: AnswerWriter, caller: CallScope) -> Re
         if not isinstance(body, ChatBody):
             return body, hints, ""
         body.left_out.extend(body.unread)
-        return body, hints, grammar_of(body, service.settings.tool_call_parser)
+        return body, hints, grammar_of(body, service.settings.tool_call_parser, service.engine.tokenizer)
 
     with sent_as(given.sent):
         call = Generation(caller, *await caller.service.threads.work(read))

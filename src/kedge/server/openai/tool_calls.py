@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from urllib.parse import unquote
 
 from kedge.checks import MAX_GRAMMAR, brief, require_text
+from kedge.engine.base import Tokenizer
 from kedge.errors import RequestError
 from kedge.server.openai.protocol import ChatBody, Function, ResponseFormat
 from kedge.settings.sections import ToolCallFormat
@@ -84,7 +85,7 @@ class Hermes(AnswerReader):
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
-    mark, open, arguments, close, between = OPEN, '\n{"name"', "arguments", f"\n{CLOSE}", "\n"
+    mark, open, arguments, close, between = OPEN, '\n{"name"', "arguments", CLOSE, "\n"
     _at, _end, _is_quoted = 0, 0, False
     """Up to where the open call was looked at, where its first closing mark ends, and whether a string is open"""
 
@@ -201,7 +202,7 @@ UNKEPT = frozenset((
 """Keywords of JSON schemas that no grammar keeps"""
 
 
-def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
+def grammar_of(body: ChatBody, form: ToolCallFormat | None, tokenizer: Tokenizer) -> str:
     """Return the grammar that a chat's answer conforms to, "" where it is free, and note what it does not keep.
 
     Every tool's arguments are a rule of their own, so that references within its schema (`#/$defs/…`) hold. JSON is
@@ -214,7 +215,9 @@ def grammar_of(body: ChatBody, form: ToolCallFormat | None) -> str:
         if not (form and PARSERS[form].open and any(one.strict for one in functions)):
             return ""
         functions = [one if one.strict else Function(name=one.name) for one in functions]
-    calls = _call_rules(functions, PARSERS[form], many=not body.has_one_call, free=free) if form and functions else []
+    calls = list[str]()
+    if form and functions:
+        calls = _call_rules(functions, PARSERS[form], tokenizer, many=not body.has_one_call, free=free)
     body.left_out.extend(f"response_format.{name}" for name in unkept(schema))
     body.left_out.extend(f"tools.{name}" for one in functions for name in unkept(one.parameters))
     content = [] if schema is None else [f"content: {_json(schema, 'response_format.json_schema')}"]
@@ -311,19 +314,30 @@ def _arguments(function: Function) -> Mapping[str, Any]:
     return {**given, "type": "object"}
 
 
-def _call_rules(functions: Sequence[Function], wording: type[AnswerReader], *, many: bool, free: bool) -> list[str]:
+def _call_rules(
+    functions: Sequence[Function], wording: type[AnswerReader], tokenizer: Tokenizer, *, many: bool, free: bool
+) -> list[str]:
     """Return the rules of one call, or of `many`, of any of these functions. In a `free` answer there is text around
     them and there may be none, but in the text no mark of a call without the call.
     """
-    mark, between = _text(wording.mark), _text(wording.between)
-    if free:  # what is not nothing: other than `.*`, it may have special tokens and parts of characters
+
+    def written(mark: str) -> str:
+        """Return a mark, by its id where it is one token: llguidance takes that for a special one, which no text is."""
+        tokens = tokenizer.encode(mark, inside=True)
+        return f"<[{tokens[0]}]>" if len(tokens) == 1 else _text(mark)
+
+    mark, between = written(wording.mark), _text(wording.between)
+    if free and mark.startswith("<"):
+        rules = [f"calls: (text {mark} call){'*' if many else '?'} text", f"text: {mark.replace('[', '[^')}*"]
+    elif free:  # what is not nothing: other than `.*`, it may have special tokens and parts of characters
         rules = [f"calls: (marked call){'*' if many else '?'} ANY", f"marked[suffix={mark}]: ANY", r"ANY: ~/[^\s\S]/"]
     else:
         rules = [f"calls: marked call {f'({between} marked call)*' if many else ''}", f"marked: {mark}"]
     rules.append(f"call: {' | '.join(f'call_{at}' for at in range(len(functions)))}")
+    ends = f"{_text('}' + chr(10))} {written(wording.close)}" if wording.close else _text("}")
     for at, function in enumerate(functions):
         begin = f'{wording.open}: {_text(function.name)}, "{wording.arguments}": '
-        rules.append(f"call_{at}: {_text(begin)} arguments_{at} {_text('}' + wording.close)}")
+        rules.append(f"call_{at}: {_text(begin)} arguments_{at} {ends}")
         rules.append(f"arguments_{at}: {_json(_arguments(function), 'tools')}")
     return rules
 
