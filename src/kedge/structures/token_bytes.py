@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 
 from kedge.structures.bounded import ENTRIES
 from kedge.structures.prefixes import common_length, leading_count
-from kedge.types import Tokens
 
 WIDTH = array("i").itemsize
 """Bytes of a token"""
@@ -16,7 +15,7 @@ def pack(tokens: Iterable[int]) -> bytes:
     return array("i", tokens).tobytes()
 
 
-def unpack(data: bytes) -> Tokens:
+def unpack(data: bytes) -> tuple[int, ...]:
     """Return the tokens that were packed."""
     return tuple(array("i", data))
 
