@@ -49,6 +49,7 @@ class PrefixKey(NamedTuple):
 LastingKey = ContentKey | PrefixKey
 _RunKey = _SampleKey | _SharedTextKey
 _Key = _RunKey | LastingKey
+_Part = tuple[_Key, slice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +184,7 @@ class BaseStore:
         found = self.serving(run, sample, tokens, base_context)
         return _entry(self._used(found[0]), found[1]) if found else None
 
-    def serving(
-        self, run: RunKey, sample: SampleId | None, tokens: Tokens, base_context: Tokens
-    ) -> tuple[_Key, slice] | None:
+    def serving(self, run: RunKey, sample: SampleId | None, tokens: Tokens, base_context: Tokens) -> _Part | None:
         """Return the key of the base KV that `find` finds, and which part of it is the value's."""
         for key in (_SampleKey(run, sample), ContentKey(run.namespace, tokens, base_context)):
             stored = self._entries.get(key)
@@ -314,9 +313,11 @@ def _part_of(stored: StoredBase, tokens: Tokens) -> slice | None:
     """Return which of the tokens with stored KV are a value's, wherever they begin: all of it, or all but its last one.
     A prompt may have a part of an answer only, and its tokenizer may have joined the ends with other text.
     """
-    known = token_bytes.pack(stored.tokens[: stored.parts[0].tokens])
+    known = stored.tokens[: stored.parts[0].tokens]
     for wanted in (tokens, tokens[:-1] or tokens):
-        if (start := token_bytes.find(known, token_bytes.pack(wanted))) >= 0:
+        is_first = known[: len(wanted)] == wanted  # as mostly: then nothing has to be packed
+        start = 0 if is_first else token_bytes.find(token_bytes.pack(known), token_bytes.pack(wanted))
+        if start >= 0:
             return slice(start, start + len(wanted))
     return None
 

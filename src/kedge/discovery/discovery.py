@@ -299,7 +299,7 @@ class Discovery:
         that is not fixed in prompts which begin like it.
         """
         for one in reversed(filled):
-            yield from self.texts.index.find(token_bytes.cut(asked.prompt, one.start, one.stop))
+            yield from self.texts.index.find(_value(asked.prompt, one))
         common = (asked.ends[-1][0] + 1) * BLOCK_TOKENS
         yield from self.texts.index.find(token_bytes.cut(asked.prompt, common, filled[0].start))
 

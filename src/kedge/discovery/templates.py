@@ -100,8 +100,8 @@ class PromptTemplate:
 
 def learn(examples: Sequence[Example]) -> PromptTemplate | None:
     """Return the template that examples follow; None where they are equal or begin with nothing in common."""
-    told = [[one for one in each.known if not _is_fixed(one, each.prompt, examples)] for each in examples]
-    examples = [Example(each.prompt, tuple(its)) for each, its in zip(examples, told, strict=True)]
+    texts = [[one for one in each.known if not _is_fixed(one, each.prompt, examples)] for each in examples]
+    examples = [Example(each.prompt, tuple(known)) for each, known in zip(examples, texts, strict=True)]
     sequences = [[one.label for one in example.known] for example in examples]
     in_all = [one for one in sequences[0] if all(each.count(one) == 1 for each in sequences)]
     orders = [[one for one in each if one in in_all] for each in sequences]

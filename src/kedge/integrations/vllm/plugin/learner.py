@@ -234,7 +234,7 @@ class Learner:
         if not (self.rotation.is_open and self._is_of_use(order)):
             return
         began, request, table = time.monotonic(), order.request, self.pages.table(order.blocks)
-        start, self.is_at_rest = request.prompt_tokens + order.skipped, False
+        start, self.is_at_rest = request.prompt_tokens + order.reasoning, False
         if order.response:
             kv = self.pages.read(table, start, start + order.known)
             self._runtime.keep_response(request, order.response, kv)

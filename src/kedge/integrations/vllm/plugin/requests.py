@@ -200,8 +200,8 @@ class Capture:
     """Generated tokens"""
     known: int = 0
     """Leading ones of them whose KV is there: those that were run, so the last one is seldom among them"""
-    skipped: int = 0
-    """Generated tokens before them, those of its reasoning"""
+    reasoning: int = 0
+    """How many tokens of reasoning were generated before them"""
     is_translated: bool = False
     """Whether some of its blocks hold, or should hold, translated KV: without its plan nothing is learned from them"""
 

@@ -179,22 +179,21 @@ class Translations:
         may_learn = live.asked.reuse is ReuseMode.TRANSLATE and live.refusal is None
         if live.asked.produces is not None and may_learn and block_ids:
             answer = answer_of(live.request)
-            said = self._said(answer)
-            skipped = len(answer) - len(said)
-            known = min(live.request.num_computed_tokens - live.request.num_prompt_tokens - skipped, len(said))
+            content = self._content_of(answer)
+            reasoning = len(answer) - len(content)
+            known = min(live.request.num_computed_tokens - live.request.num_prompt_tokens - reasoning, len(content))
             if known > 0:
-                held = self.held.hold(block_ids)
-                self._order(Capture(live.asked, tuple(block_ids), held, said, known, skipped))
+                self._order(Capture(live.asked, tuple(block_ids), self.held.hold(block_ids), content, known, reasoning))
 
-    def _said(self, answer: Tokens) -> Tokens:
+    def _content_of(self, answer: Tokens) -> Tokens:
         """Return what an answer says once its reasoning is over, which others do not read; all of it where vLLM's
         parser cannot tell.
         """
-        said: Tokens = ()
+        content: Tokens = ()
         if self.reasoner:
             with suppress(NotImplementedError):  # as that of gpt-oss
-                said = tuple(self.reasoner.extract_content_ids(list(answer)))
-        return said if said and answer[-len(said) :] == said else answer
+                content = tuple(self.reasoner.extract_content_ids(list(answer)))
+        return content if content and answer[-len(content) :] == content else answer
 
     def forget(self) -> None:
         """Let the workers forget all that they have learned. No request that is there now uses it or adds to it."""
